@@ -1,0 +1,99 @@
+"""Policies side by side: what a guarantee costs, and what equal reads keep (paper Fig. 1b and 5.5.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from coverage_lab.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TITLES = {
+    "same_guarantee": "Same guarantee",
+    "same_reads": "Same reads",
+    "given": "Policies as given",
+}
+_AXES = {
+    "same_guarantee": ("tokens_over_oracle", "tokens read, relative to the oracle set"),
+    "same_reads": ("rows_below_target", "rows below the target coverage"),
+    "given": ("rows_below_target", "rows below the target coverage"),
+}
+
+
+def compute(trace: Trace, **options: Any) -> pl.DataFrame:
+    """Return both tables of `policies.compare.compare` as one frame; `options` go there."""
+    from coverage_lab.policies.compare import compare
+
+    return to_frame(compare(trace, **options))
+
+
+def to_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
+    """Return records of a comparison as a frame, with `estimator` and `budget` split off the policy."""
+    frame = pl.DataFrame(records, infer_schema_length=None)
+    names = pl.col("policy").str.extract_groups(r"^(?<estimator>[^/]+)/(?<budget>[^:,@]+(?::per-[a-z_]+)?)")
+    return frame.with_columns(names.struct.field("estimator"), names.struct.field("budget"))
+
+
+def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
+    """Draw one table: a dot and its 95% interval for each policy, a line for each budget."""
+    import matplotlib.pyplot as plt
+    import seaborn
+
+    kind = table["table"][0]
+    column, label = _AXES[kind]
+    named = kind == "given"
+    lines = table["policy" if named else "budget"].unique(maintain_order=True).to_list()
+    if not named:
+        best = table.group_by("budget").agg(pl.col(column).min()).sort(column)["budget"].to_list()
+        lines = best
+    if ax is None:
+        _, ax = plt.subplots(figsize=(6.4, 0.42 * len(lines) + 1.6), layout="constrained")
+    estimators = table["estimator"].unique(maintain_order=True).to_list()
+    for estimator, colour in zip(
+        estimators, seaborn.color_palette("colorblind", len(estimators)), strict=True
+    ):
+        part = table.filter(pl.col("estimator") == estimator)
+        offset = 0.0 if named else 0.16 * (estimators.index(estimator) - (len(estimators) - 1) / 2)
+        places = [lines.index(name) + offset for name in part["policy" if named else "budget"]]
+        values = part[column].to_numpy()
+        ax.hlines(
+            places,
+            part["ci_low"].fill_nan(None).to_numpy(),
+            part["ci_high"].to_numpy(),
+            color=colour,
+            lw=2,
+            alpha=0.6,
+        )
+        ax.plot(values, places, "o", color=colour, ms=5, label=estimator)
+    ax.set_yticks(
+        range(len(lines)),
+        [line.replace(":", ", ").replace("_", " ") if not named else line for line in lines],
+    )
+    ax.invert_yaxis()
+    ax.set(xlabel=label, title=TITLES[kind])
+    if kind == "same_guarantee":
+        ax.axvline(1, color="0.4", ls="--", lw=1)
+    ax.grid(axis="x", color="0.9")
+    ax.set_axisbelow(True)
+    if not named:
+        ax.legend(title="shares from", frameon=False)
+    seaborn.despine(ax=ax)
+    return ax
+
+
+def figure(table: pl.DataFrame) -> Figure:
+    """Draw every table of a comparison side by side."""
+    import matplotlib.pyplot as plt
+
+    kinds = table["table"].unique(maintain_order=True).to_list()
+    height = max(2.4, 0.55 * table["budget"].n_unique() + 1.4)
+    drawn, axes = plt.subplots(
+        1, len(kinds), figsize=(6.2 * len(kinds), height), layout="constrained", squeeze=False
+    )
+    for kind, ax in zip(kinds, axes[0], strict=True):
+        plot(table.filter(pl.col("table") == kind), ax)
+    return drawn

@@ -1,0 +1,195 @@
+"""How the needed budget varies over layers, KV heads, steps and requests (paper 2.2.1, Fig. 1a)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from coverage_lab.bootstrap import interval, ratio_interval, resample_weights
+from coverage_lab.trace import Trace
+from coverage_lab.trace.schema import oracle_column
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Llama-3.1-8B on 60 LongBench requests (paper 2.2.1).
+PAPER = {
+    "CV across layers": "0.61",
+    "CV across KV heads": "0.74",
+    "CV across steps": "0.53",
+    "CV of totals across KV heads": "0.13-0.18",
+    "CV of totals across steps": "0.13-0.18",
+    "CV of totals across requests": "0.13-0.18",
+    "mean fraction of the context": "0.216",
+    "mean fraction, first layer": "0.68",
+}
+
+
+def compute(trace: Trace, gamma: float = 0.95, seed: int = 0) -> pl.DataFrame:
+    """Return how much the page count of C*(gamma) varies.
+
+    The coefficient of variation (CV) is the population standard deviation over the mean, taken in
+    every group and averaged over groups: across layers within one (request, KV head, step), across KV heads
+    within one (request, layer, step), across steps within one (request, layer, KV head). Totals are
+    sums over all layers; across requests they are fractions of the context, since contexts differ.
+
+    Parameters
+    ----------
+    trace : Trace
+        Recorded with `gamma` among its gammas.
+    gamma : float
+        Coverage of the oracle set.
+    seed : int
+        Seed of the bootstrap.
+
+    Returns
+    -------
+    DataFrame
+        `quantity, value, ci_low, ci_high, groups, requests, paper`; the interval is a bootstrap 95%
+        interval over requests, NaN with one request.
+    """
+    rows = _rows(trace, gamma)
+    totals = rows.group_by("request_id", "kv_head", "step").agg(
+        pl.col("pages").sum(), pl.col("n_pages").sum()
+    )
+    lines = [
+        _cv(rows, ["request_id", "kv_head", "step"], "CV across layers", seed),
+        _cv(rows, ["request_id", "layer", "step"], "CV across KV heads", seed),
+        _cv(rows, ["request_id", "layer", "kv_head"], "CV across steps", seed),
+        _cv(totals, ["request_id", "step"], "CV of totals across KV heads", seed),
+        _cv(totals, ["request_id", "kv_head"], "CV of totals across steps", seed),
+        _cv_across_requests(totals, seed),
+        _mean(rows, "mean fraction of the context", seed),
+        _mean(rows.filter(pl.col("layer") == pl.col("layer").min()), "mean fraction, first layer", seed),
+    ]
+    return pl.DataFrame(
+        [{**line, "paper": PAPER[str(line["quantity"])]} for line in lines], infer_schema_length=None
+    )
+
+
+def need_map(trace: Trace, gamma: float = 0.95) -> pl.DataFrame:
+    """Return the mean size of C*(gamma) over the context (Fig. 1a): `layer, kv_head, fraction`."""
+    return (
+        _rows(trace, gamma)
+        .group_by("layer", "kv_head")
+        .agg((pl.col("pages") / pl.col("n_pages")).mean().alias("fraction"))
+        .sort("layer", "kv_head")
+        .collect(engine="streaming")
+    )
+
+
+def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
+    """Draw the map of `need_map` as a heatmap, layers across and KV heads down."""
+    import matplotlib.pyplot as plt
+    import seaborn
+
+    layers = table["layer"].unique().sort().to_list()
+    heads = table["kv_head"].unique().sort().to_list()
+    grid = np.full((len(heads), len(layers)), np.nan)
+    for layer, head, fraction in table.select("layer", "kv_head", "fraction").iter_rows():
+        grid[heads.index(head), layers.index(layer)] = 100 * fraction
+    if ax is None:
+        width = max(6.4, 0.28 * len(layers) + 2)
+        _, ax = plt.subplots(figsize=(width, max(2.4, 0.32 * len(heads) + 1.6)), layout="constrained")
+    seaborn.heatmap(
+        grid,
+        ax=ax,
+        vmin=0,
+        vmax=100,
+        cmap="rocket_r",
+        xticklabels=_every(layers, 2 if len(layers) > 16 else 1),
+        yticklabels=heads,
+        cbar_kws={"label": "pages needed (% of context)"},
+    )
+    ax.set(xlabel="layer", ylabel="KV head", title="Mean size of the oracle set")
+    ax.tick_params(axis="both", rotation=0)
+    return ax
+
+
+def _rows(trace: Trace, gamma: float) -> pl.LazyFrame:
+    column = oracle_column(gamma)
+    trace.require([column])
+    return trace.scan().select(
+        "request_id",
+        "layer",
+        "kv_head",
+        "step",
+        pl.col("n_pages").cast(pl.Float64),
+        pl.col(column).cast(pl.Float64).alias("pages"),
+    )
+
+
+def _cv(rows: pl.LazyFrame, within: Sequence[str], quantity: str, seed: int) -> dict[str, object]:
+    pages = pl.col("pages")
+    per_request = (
+        rows.group_by(within)
+        .agg((pages.std(ddof=0) / pages.mean()).alias("cv"), pl.len().alias("members"))
+        .filter(pl.col("members") > 1)
+        .group_by("request_id")
+        .agg(pl.col("cv").sum().alias("sum"), pl.len().alias("groups"))
+        .sort("request_id")
+        .collect(engine="streaming")
+    )
+    return _line(quantity, per_request["sum"].to_numpy(), per_request["groups"].to_numpy(), seed)
+
+
+def _mean(rows: pl.LazyFrame, quantity: str, seed: int) -> dict[str, object]:
+    per_request = (
+        rows.group_by("request_id")
+        .agg((pl.col("pages") / pl.col("n_pages")).sum().alias("sum"), pl.len().alias("groups"))
+        .sort("request_id")
+        .collect(engine="streaming")
+    )
+    return _line(quantity, per_request["sum"].to_numpy(), per_request["groups"].to_numpy(), seed)
+
+
+def _cv_across_requests(totals: pl.LazyFrame, seed: int) -> dict[str, object]:
+    fractions = (
+        totals.group_by("request_id")
+        .agg((pl.col("pages") / pl.col("n_pages")).mean().alias("fraction"))
+        .sort("request_id")
+        .collect(engine="streaming")["fraction"]
+        .to_numpy()
+    )
+    quantity = "CV of totals across requests"
+    if len(fractions) < 2:
+        return {
+            "quantity": quantity,
+            "value": np.nan,
+            "ci_low": np.nan,
+            "ci_high": np.nan,
+            "groups": 1,
+            "requests": 1,
+        }
+    draws = resample_weights(len(fractions), seed) / len(fractions)
+    mean = draws @ fractions
+    spread = np.sqrt(np.maximum(draws @ fractions**2 - mean**2, 0))
+    low, high = interval(spread / mean)
+    value = float(fractions.std() / fractions.mean())
+    return {
+        "quantity": quantity,
+        "value": value,
+        "ci_low": low,
+        "ci_high": high,
+        "groups": 1,
+        "requests": len(fractions),
+    }
+
+
+def _line(quantity: str, sums: np.ndarray, groups: np.ndarray, seed: int) -> dict[str, object]:
+    low, high = ratio_interval(sums, groups, seed)
+    return {
+        "quantity": quantity,
+        "value": float(sums.sum() / groups.sum()) if len(groups) else np.nan,
+        "ci_low": low,
+        "ci_high": high,
+        "groups": int(groups.sum()),
+        "requests": len(groups),
+    }
+
+
+def _every(labels: Sequence[int], stride: int) -> list[str]:
+    return [str(label) if place % stride == 0 else "" for place, label in enumerate(labels)]

@@ -1,0 +1,93 @@
+"""Tables for people, records for programs, figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from coverage_lab.errors import CoverageLabError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STDOUT = Path("-")
+FIGURE_TYPES = (".png", ".svg", ".pdf")
+
+
+def console() -> Console:
+    """Return a console that does not wrap tables when its output goes to a file."""
+    return Console() if sys.stdout.isatty() else Console(width=160)
+
+
+def check_outputs(*paths: Path | None, figure: Path | None = None) -> None:
+    """Raise CoverageLabError for an output that can't be written, before any work is done."""
+    for path in (*paths, figure):
+        if path is not None and path != STDOUT and not path.absolute().parent.is_dir():
+            raise CoverageLabError(f"no directory {path.parent} to write {path.name} into; make it first")
+    if figure is not None and figure.suffix.lower() not in FIGURE_TYPES:
+        raise CoverageLabError(f"--figure {figure} must end in {', '.join(FIGURE_TYPES)}")
+
+
+def write_records(records: Sequence[dict[str, Any]], json_path: Path | None, csv_path: Path | None) -> bool:
+    """Write records where asked; True if they went to standard output, where a table would be in the way."""
+    import polars as pl
+
+    if json_path is not None:
+        _write(
+            json_path, json.dumps([_finite(record) for record in records], indent=1, allow_nan=False) + "\n"
+        )
+    if csv_path is not None:
+        frame = pl.DataFrame([_finite(record) for record in records], infer_schema_length=None)
+        _write(csv_path, frame.write_csv())
+    return STDOUT in (json_path, csv_path)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure in the format of its suffix."""
+    try:
+        figure.savefig(path, dpi=160)
+    except OSError as error:
+        raise CoverageLabError(f"can't write {path}: {error.strerror or error}") from None
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
+    """Return a table; every column but the first is right-aligned."""
+    drawn = Table(
+        title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left"
+    )
+    for place, column in enumerate(columns):
+        drawn.add_column(column, justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a number with a fixed number of decimals, or a dash where there is none."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """Return a fraction in percent."""
+    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}%"
+
+
+def _write(path: Path, text: str) -> None:
+    if path == STDOUT:
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CoverageLabError(f"can't write {path}: {error.strerror or error}") from None
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}

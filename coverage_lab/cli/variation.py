@@ -1,0 +1,53 @@
+"""`coverage-lab variation`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed, TracePath
+
+
+def variation(
+    trace: TracePath,
+    gamma: Annotated[float, typer.Option(help="Coverage of the oracle set; one of those recorded.")] = 0.95,
+    seed: Seed = 0,
+    json: JsonPath = None,
+    csv: CsvPath = None,
+    figure: FigurePath = None,
+    quiet: Quiet = False,
+) -> None:
+    """Show how the needed budget varies over layers, KV heads, steps and requests."""
+    from coverage_lab.analyses import variation as analysis
+    from coverage_lab.cli import output
+    from coverage_lab.trace import Trace
+
+    output.check_outputs(json, csv, figure=figure)
+    data = Trace(trace)
+    found = analysis.compute(data, gamma, seed)
+    needs = analysis.need_map(data, gamma)
+    if not output.write_records(found.to_dicts(), json, csv):
+        screen = output.console()
+        rows = [
+            [
+                line["quantity"],
+                output.number(line["value"], 2),
+                f"{output.number(line['ci_low'], 2)}..{output.number(line['ci_high'], 2)}",
+                line["paper"],
+            ]
+            for line in found.to_dicts()
+        ]
+        model = data.manifest["run"]["model"]["model"]
+        title = f"Pages of C*({gamma:g}): {model}, {found['requests'].max()} requests"
+        screen.print(output.table(title, ["quantity", "ours", "95%", "paper (Llama-3.1-8B)"], rows))
+        if not quiet:
+            by_layer = needs.group_by("layer").mean().sort("fraction", descending=True)
+            most, least = by_layer.row(0, named=True), by_layer.row(-1, named=True)
+            screen.print(
+                f"By layer the mean need goes from {output.percent(most['fraction'])} of the context (layer "
+                f"{most['layer']}) to {output.percent(least['fraction'])} (layer {least['layer']}).",
+                highlight=False,
+            )
+    if figure:
+        output.save_figure(analysis.plot(needs).figure, figure)

@@ -1,0 +1,1 @@
+"""Run models on prompts and record what their attention needs."""

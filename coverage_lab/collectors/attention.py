@@ -1,0 +1,125 @@
+"""See every attention call of a model without changing what it computes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from coverage_lab.errors import CoverageLabError
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention layer was given in one forward call.
+
+    Attributes
+    ----------
+    layer : int
+        Index of the layer in the model.
+    query : Tensor
+        `[batch, query heads, new tokens, D]`, position encoded.
+    key, value : Tensor
+        `[batch, KV heads, cached tokens, D]`, the new tokens included; KV heads are not repeated.
+    scaling : float
+        Factor on the logits.
+    window : int or None
+        Sliding window in tokens, the query's own included.
+    softcap : float or None
+        Cap on the logits.
+    sinks : bool
+        Whether the model adds learned sink logits to the softmax.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: bool
+
+
+_observer: ContextVar[Callable[[AttentionCall], None] | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def observed_attention(model: PreTrainedModel, observe: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Call `observe` with every attention call of `model` inside the context.
+
+    The model's own attention function (SDPA, flash or eager) and its own mask function still do the
+    work, so outputs do not change. The model's configuration names ours inside the context only.
+
+    Raises
+    ------
+    CoverageLabError
+        If the model's attention can't be observed, or a context is open already.
+    """
+    if _observer.get() is not None:
+        raise CoverageLabError("attention is being observed already; leave that context first")
+    base = model.config._attn_implementation or "eager"
+    name = _register(base)
+    token = _observer.set(observe)
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(base)
+        _observer.reset(token)
+
+
+def _register(base: str) -> str:
+    """Register our attention function over `base`, and the mask function of `base` under the same name."""
+    attention, masks = AttentionInterface(), AttentionMaskInterface()
+    if base not in masks:
+        raise CoverageLabError(
+            f"attention {base!r} has no mask function to go with it; load the model with sdpa"
+        )
+    function = attention.get(base)
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> Any:
+        output = (function or _eager_attention(module))(module, query, key, value, mask, **options)
+        observe = _observer.get()
+        if observe is not None:
+            observe(_call(module, query, key, value, options))
+        return output
+
+    name = f"coverage_lab_{base}"  # keeps the base's name: transformers looks for "flash" in it
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, masks[base])
+    return name
+
+
+def _call(module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> AttentionCall:
+    scaling = options.get("scaling")
+    return AttentionCall(
+        layer=module.layer_idx,
+        query=query,
+        key=key,
+        value=value,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux") is not None,
+    )
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name under which `model.forward` takes its cache; it depends on the transformers release."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def _eager_attention(module: Any) -> Callable[..., Any]:
+    # "eager" is no entry of the interface: each modeling file has its own.
+    function: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    return function

@@ -1,0 +1,140 @@
+"""Turn the attention calls of a decode into log masses of pages."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from coverage_lab.collectors.attention import AttentionCall
+from coverage_lab.kernels.estimate.reference import exact_log_mass
+from coverage_lab.pages import page_range
+from coverage_lab.policies.estimators import Estimator, Summary
+
+
+class RequestRecorder:
+    """Log masses of one request, kept on the model's device until they are taken.
+
+    Parameters
+    ----------
+    page_size : int
+        Tokens a page.
+    estimators : mapping of str to Estimator
+        Estimates to record beside the exact mass.
+    padding : int
+        Padding tokens that stand before the request in its batch.
+    tensor_steps : collection of int
+        Steps whose q, k and v are kept as well.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        estimators: Mapping[str, Estimator],
+        padding: int = 0,
+        tensor_steps: Collection[int] = (),
+    ) -> None:
+        self.page_size = page_size
+        self.estimators = dict(estimators)
+        self.padding = padding
+        self.tensor_steps = frozenset(tensor_steps)
+        self.tensors: dict[str, Tensor] = {}
+        self.bytes = 0
+        self._summaries: dict[int, dict[str, Summary]] = {}
+        self._masses: dict[int, list[Tensor]] = defaultdict(list)
+
+    def see(self, call: AttentionCall, row: int, cached: int, step: int | None) -> None:
+        """Take one attention call.
+
+        Parameters
+        ----------
+        call : AttentionCall
+            The call of the whole batch.
+        row : int
+            Place of the request in the batch.
+        cached : int
+            Tokens in the cache, padding and new tokens included.
+        step : int or None
+            Decode step, or None while the prompt is read.
+        """
+        # A static cache is longer than what it holds, and a batch is padded on the left.
+        held = min(cached, call.key.shape[-2])
+        visible = slice(max(0, self.padding - (cached - held)), held)
+        keys = call.key[row, :, visible]
+        tokens = cached - self.padding
+        oldest = tokens - keys.shape[-2]  # token of the request that keys[:, 0] belongs to
+        self._summarize(call.layer, keys, oldest, tokens)
+        if step is not None:
+            mass = self._log_mass(call, row, keys, oldest, tokens)
+            self._masses[call.layer].append(mass)
+            self.bytes += mass.numel() * mass.element_size()
+            if step in self.tensor_steps:
+                self._keep_tensors(call, row, visible, step)
+
+    def take(self) -> dict[int, list[Tensor]]:
+        """Return and forget the log masses so far.
+
+        Returns
+        -------
+        dict of int to list of Tensor
+            For every layer a tensor `[1 + estimators, KV heads, G, pages]` a step, the exact mass first.
+        """
+        masses = dict(self._masses)
+        self._masses.clear()
+        self.bytes = 0
+        return masses
+
+    def _summarize(self, layer: int, keys: Tensor, oldest: int, tokens: int) -> None:
+        """Summarise the pages that have filled since the last call."""
+        if not self.estimators:
+            return
+        held = self._summaries.setdefault(layer, {})
+        done = 0 if not held else next(iter(held.values())).n_pages
+        full = tokens // self.page_size
+        if full == done:
+            return
+        start = done * self.page_size - oldest
+        filled = keys[:, start : full * self.page_size - oldest].float()
+        filled = filled.unflatten(1, (full - done, self.page_size))
+        for name, estimator in self.estimators.items():
+            new = estimator.summarize(filled)
+            held[name] = held[name].append(new) if name in held else new
+
+    def _log_mass(self, call: AttentionCall, row: int, keys: Tensor, oldest: int, tokens: int) -> Tensor:
+        size = self.page_size
+        position = tokens - 1
+        first, n_pages = page_range(position, size, call.window)
+        visible = 0 if call.window is None else max(0, position - call.window + 1)
+        keys = keys[:, max(0, visible - oldest) :].float()
+        query = (
+            call.query[row, :, 0].unflatten(0, (keys.shape[0], -1)).float() * call.scaling
+        )  # [KV heads, G, D]
+        # Tokens of the first page that the window has left behind.
+        gone = visible - first * size
+        exact = exact_log_mass(query, keys, size, gone, call.softcap)
+        masses = [exact]
+        for name, estimator in self.estimators.items():
+            pages = (
+                self._summaries[call.layer][name].pages(first, first + n_pages - 1) if n_pages > 1 else None
+            )
+            if pages is None:
+                masses.append(exact)
+                continue
+            mass = estimator.log_mass(query, pages)
+            if call.softcap is not None:
+                logit = mass - math.log(size)
+                mass = call.softcap * torch.tanh(logit / call.softcap) + math.log(size)
+            if gone:
+                mass[..., 0] += math.log((size - gone) / size)
+            if first == 0:
+                mass[..., 0] = exact[..., 0]  # the sink page
+            masses.append(torch.cat([mass, exact[..., -1:]], -1))  # and the current page are exact
+        return torch.stack(masses)
+
+    def _keep_tensors(self, call: AttentionCall, row: int, visible: slice, step: int) -> None:
+        parts = {"q": call.query[row, :, 0], "k": call.key[row, :, visible], "v": call.value[row, :, visible]}
+        for name, tensor in parts.items():
+            self.tensors[f"{name}.{call.layer}.{step}"] = tensor.to("cpu", copy=True).contiguous()

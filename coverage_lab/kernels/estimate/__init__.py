@@ -1,0 +1,1 @@
+"""Log masses of pages, exact or from their summaries."""

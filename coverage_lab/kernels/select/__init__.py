@@ -1,0 +1,1 @@
+"""Page lists from attention shares."""

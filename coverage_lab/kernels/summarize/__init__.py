@@ -1,0 +1,1 @@
+"""Page summaries: what an estimator keeps of the keys of a page."""

@@ -1,0 +1,49 @@
+"""One count for every row."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from coverage_lab.errors import CoverageLabError
+from coverage_lab.kernels.select.reference import Ranking
+from coverage_lab.policies.budgets import Budget, register, significant, whole_counts
+
+
+@register("fixed")
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Budget):
+    """Keep the same number of pages, or of tokens, in every row; shorter rows are read whole.
+
+    Parameters
+    ----------
+    pages : float, optional
+        Pages a row, forced ones included. A fraction is spread over rows, so that the mean is exact.
+    tokens : int, optional
+        The same in tokens, rounded up to pages. Give one of the two.
+    """
+
+    title = "fixed count"
+    source = "paper, 5.5.2; Quest (Tang et al., 2024)"
+    primary = "pages"
+
+    pages: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pages is None and self.tokens is None:
+            object.__setattr__(self, "pages", 64)
+        if self.pages is not None and self.tokens is not None:
+            raise CoverageLabError("fixed: give pages or tokens, not both")
+        value = self.pages if self.pages is not None else self.tokens
+        if value is None or not 1 <= value < float("inf"):
+            raise CoverageLabError(f"fixed: a budget of {value} is less than one page or token; try fixed:64")
+
+    def count(self, ranking: Ranking) -> Tensor:
+        size = ranking.rows.page_size
+        pages = self.pages if self.tokens is None else -(-self.tokens // size)
+        return whole_counts(torch.full_like(ranking.n_forced, 1).double() * float(pages or 0), ranking)
+
+    def at(self, level: float, max_pages: int) -> Self:
+        return type(self)(pages=significant(1 + level * (max_pages - 1)))

@@ -1,0 +1,128 @@
+"""One count for each layer, or each KV head, measured beforehand."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from coverage_lab.errors import CoverageLabError
+from coverage_lab.kernels.select.reference import Ranking
+from coverage_lab.policies.budgets import Budget, register, significant, whole_counts
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Page counts per group of rows.
+
+    Parameters
+    ----------
+    by : {"layer", "kv_head"}
+        What shares a count: all rows of a layer, or of one KV head of a layer.
+    counts : tuple of tuple of float
+        Pages for `[layer][KV head]`; one entry a layer where `by` is "layer". Layers that were not
+        measured have an empty entry.
+    fitted_on : dict
+        Where the counts come from.
+    """
+
+    by: Literal["layer", "kv_head"]
+    counts: tuple[tuple[float, ...], ...]
+    fitted_on: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def save(self, path: Path | str) -> None:
+        """Write the profile as JSON."""
+        record = {
+            "kind": "coverage-lab profile",
+            "by": self.by,
+            "counts": self.counts,
+            "fitted_on": self.fitted_on,
+        }
+        Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Profile:
+        """Read a profile, or raise CoverageLabError if there is none or it is malformed."""
+        try:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CoverageLabError(f"no profile {os.fspath(path)!r}; make one with Profile.save") from None
+        except (OSError, ValueError) as error:
+            raise CoverageLabError(f"profile {os.fspath(path)!r} can't be read: {error}") from None
+        try:
+            by = record["by"]
+            counts = tuple(tuple(float(count) for count in layer) for layer in record["counts"])
+        except (KeyError, TypeError, ValueError):
+            by, counts = None, ()
+        if by not in ("layer", "kv_head") or not any(counts):
+            raise CoverageLabError(
+                f"profile {os.fspath(path)!r} is no coverage-lab profile: it needs `by` and `counts`"
+            )
+        return cls(by, counts, dict(record.get("fitted_on", {})))
+
+    @cached_property
+    def table(self) -> Tensor:
+        """Counts as `[layers, KV heads]` float64; NaN where nothing was measured."""
+        width = max(len(layer) for layer in self.counts)
+        rows = [
+            list(layer) if self.by == "kv_head" else [layer[0] if layer else float("nan")] * width
+            for layer in self.counts
+        ]
+        return torch.tensor([row + [float("nan")] * (width - len(row)) for row in rows], dtype=torch.float64)
+
+
+@register("profiled")
+@dataclass(frozen=True, kw_only=True)
+class Profiled(Budget):
+    """Keep a count that was profiled for the row's layer or KV head, the same at every step.
+
+    Parameters
+    ----------
+    profile : str
+        Path of a saved profile.
+    scale : float
+        Factor on all counts.
+    table : Profile, optional
+        The profile itself, in place of a path.
+    """
+
+    title = "profiled count"
+    source = "paper, 5.5.2"
+    primary = "profile"
+
+    profile: str = ""
+    scale: float = 1.0
+    table: Profile | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < float("inf"):
+            raise CoverageLabError(f"profiled: scale {self.scale} is not a positive number")
+        if self.profile and self.table is None:
+            object.__setattr__(self, "table", Profile.load(self.profile))
+
+    def count(self, ranking: Ranking) -> Tensor:
+        if self.table is None:
+            raise CoverageLabError("profiled: no profile; write profiled:FILE.json")
+        rows = ranking.rows
+        table = self.table.table.to(rows.layer.device)
+        if int(rows.layer.max()) >= table.shape[0] or (
+            self.table.by == "kv_head" and int(rows.kv_head.max()) >= table.shape[1]
+        ):
+            raise CoverageLabError(
+                f"profiled: the profile has {table.shape[0]} layers of {table.shape[1]} KV heads, the trace has "
+                "more; fit it on a trace of the same model"
+            )
+        head = rows.kv_head if self.table.by == "kv_head" else torch.zeros_like(rows.kv_head)
+        counts = table[rows.layer, head] * self.scale
+        # A group that was never measured is read whole.
+        return whole_counts(counts.where(counts.isfinite(), rows.n_pages.double()), ranking)
+
+    def at(self, level: float, max_pages: int) -> Self:
+        scale = significant(min(1e9, max(1e-9, level / max(1e-12, 1 - level))))
+        return type(self)(profile=self.profile, scale=scale, table=self.table)

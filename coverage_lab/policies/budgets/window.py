@@ -1,0 +1,54 @@
+"""The first pages and the latest ones, whatever the query."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from coverage_lab.errors import CoverageLabError
+from coverage_lab.kernels.select.reference import Ranking, rank
+from coverage_lab.pages import Rows
+from coverage_lab.policies.budgets import Budget, register, significant, whole_counts
+
+
+@register("window")
+@dataclass(frozen=True, kw_only=True)
+class Window(Budget):
+    """Keep the sink pages and a window of the latest pages.
+
+    Parameters
+    ----------
+    local : float
+        Latest pages, the current one included. A fraction is spread over rows.
+    sink : int
+        First pages of the request.
+    """
+
+    title = "sink and local window"
+    source = "StreamingLLM (Xiao et al., 2024); DuoAttention (Xiao et al., 2025)"
+    primary = "local"
+    reads_shares = False
+
+    local: float = 16
+    sink: int = 1
+
+    def __post_init__(self) -> None:
+        if self.local < 1 or self.sink < 1:
+            raise CoverageLabError(
+                f"window: local={self.local} and sink={self.sink} must be at least 1 page each"
+            )
+
+    def rank(self, shares: Tensor, rows: Rows) -> Ranking:
+        width = shares.shape[1]
+        columns = torch.arange(width, device=shares.device)
+        sinks = (columns + rows.first_page[:, None] < self.sink) | rows.forced(width)
+        recency = ((columns + 1.0) / (width + 1)).expand(len(rows), -1)
+        return rank(recency, rows, sinks)
+
+    def count(self, ranking: Ranking) -> Tensor:
+        # The current page is among the forced ones, so the window adds one page less.
+        return whole_counts(ranking.n_forced + (float(self.local) - 1), ranking)
+
+    def at(self, level: float, max_pages: int) -> Self:
+        return type(self)(local=significant(1 + level * (max_pages - 1)), sink=self.sink)

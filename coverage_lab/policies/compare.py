@@ -1,0 +1,364 @@
+"""Compare budgets at the same guarantee, or at the same reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from coverage_lab.bootstrap import interval, ratio_interval, resample_weights
+from coverage_lab.errors import CoverageLabError
+from coverage_lab.policies.budgets import budgets
+from coverage_lab.policies.budgets.coverage import Coverage
+from coverage_lab.policies.budgets.profiled import Profile, Profiled
+from coverage_lab.policies.estimators import estimators
+from coverage_lab.policies.evaluate import Evaluation, evaluate
+from coverage_lab.policies.fit import GroupCounts, group_counts
+from coverage_lab.policies.policy import Policy, parse_policy
+from coverage_lab.trace import Trace
+
+# Every pass of a search over the trace tries this many levels of every policy at once.
+LEVELS = 33
+FOLDS = 2
+READS_TOLERANCE = 0.002
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Policies that differ in how much they read.
+
+    Attributes
+    ----------
+    at : callable
+        From a level in [0, 1] and a part of the requests to the policy; reads rise with the level.
+    note : str
+        What the text of the policy does not say.
+    """
+
+    at: Callable[[float, int], Policy]
+    note: str = ""
+
+
+def compare(
+    trace: Trace,
+    target_coverage: float = 0.95,
+    target_rows: float = 0.9,
+    anchor: str = "mvar/coverage:0.98",
+    seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> list[dict[str, Any]]:
+    """Return both tables, `same_guarantee` and `same_reads`, as records.
+
+    Parameters
+    ----------
+    trace : Trace
+    target_coverage : float
+        Exact mass that a row should keep.
+    target_rows : float
+        Fraction of all rows that should keep it (same guarantee).
+    anchor : str
+        Policy whose reads the others are matched to (same reads).
+    seed : int
+        Seed of the bootstrap.
+    progress : callable
+        Told what is done, and how many of how many passes over requests.
+
+    Returns
+    -------
+    list of dict
+        See `record`.
+    """
+    return [
+        *same_guarantee(trace, target_coverage, target_rows, seed, progress),
+        *same_reads(trace, anchor, target_coverage, seed, progress),
+    ]
+
+
+def same_guarantee(
+    trace: Trace,
+    target_coverage: float = 0.95,
+    target_rows: float = 0.9,
+    seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> list[dict[str, Any]]:
+    """Size every budget so that `target_rows` of the rows keep `target_coverage` (paper, Fig. 1b).
+
+    The profile of a group of rows holds a quantile of the pages its rows need, measured on the other
+    half of the requests. Intervals size the budget anew in every resample.
+    """
+    _check_fraction("target coverage", target_coverage)
+    _check_fraction("target rows", target_rows)
+    pace = _Pace(trace, "same guarantee", 5, progress)
+    needs = group_counts(
+        trace,
+        [Policy(estimator=estimators.get(name)(), budget=Coverage()) for name in trace.estimators],
+        FOLDS,
+        target_coverage,
+        pace.step,
+    )
+    families = _families(trace, lambda estimator, by: _quantile_family(estimator, by, needs))
+
+    def reached(result: Evaluation) -> np.ndarray:
+        return np.asarray(result.covered.sum(0) / result.rows.sum() >= target_rows)
+
+    wide: Evaluation | None = None
+    brackets = np.tile([0.0, 1.0], (len(families), 1))
+    for number in range(3):
+        grid, result = _try_levels(trace, families, brackets, target_coverage, pace)
+        met = reached(result).reshape(len(families), LEVELS)
+        met[:, -1] = True  # the top level reads all it can
+        first = met.argmax(1)
+        if number == 1:
+            wide = result
+        # After the first pass a margin stays, wide enough for what resampling moves.
+        margin = 2 if number == 0 else 1
+        low, high = np.maximum(first - margin, 0), np.minimum(first + margin - 1, LEVELS - 1)
+        places = np.arange(len(families))
+        brackets = np.stack([grid[places, low], grid[places, high]], 1)
+    chosen = brackets[:, 1]
+    assert wide is not None
+    final = evaluate(trace, _policies(families, chosen), target_coverage, progress=pace.step)
+    records = []
+    for index, family in enumerate(families):
+        policy = family.at(float(chosen[index]), 0)
+        low_high = _resized_interval(wide, index, target_rows, seed)
+        headline = ("tokens_over_oracle", low_high)
+        line = record("same_guarantee", policy, final, index, trace, seed, headline, family.note)
+        if isinstance(policy.budget, Profiled):
+            line["requested"] = round(float(chosen[index]), 4)  # the quantile
+        records.append(line)
+    return records
+
+
+def same_reads(
+    trace: Trace,
+    anchor: str = "mvar/coverage:0.98",
+    target_coverage: float = 0.95,
+    seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> list[dict[str, Any]]:
+    """Match every budget to the reads of the anchor, then see what it keeps (paper, 5.5.2).
+
+    A profile holds the mean pages that the coverage rule of the anchor keeps, measured on the other
+    half of the requests and scaled to the same reads.
+    """
+    _check_fraction("target coverage", target_coverage)
+    reference = parse_policy(anchor)
+    pace = _Pace(trace, "same reads", 6, progress)
+    start = evaluate(trace, [reference], target_coverage, quantiles=False, progress=pace.step)
+    reads = float(start.kept.sum() / start.pages.sum())
+    fitted = group_counts(
+        trace,
+        [
+            replace(reference, estimator=estimators.get(name)(), granularity="kv_head")
+            for name in trace.estimators
+        ],
+        FOLDS,
+        progress=pace.step,
+    )
+    families = _families(trace, lambda estimator, by: _scaled_family(estimator, by, fitted))
+    brackets = np.tile([0.0, 1.0], (len(families), 1))
+    for _ in range(3):
+        grid, result = _try_levels(trace, families, brackets, target_coverage, pace)
+        got = (result.kept.sum(0) / result.pages.sum()).reshape(len(families), LEVELS)
+        best = np.abs(got - reads).argmin(1)
+        above = np.minimum((got < reads).sum(1), LEVELS - 1)
+        places = np.arange(len(families))
+        chosen = grid[places, best]
+        brackets = np.stack([grid[places, np.maximum(above - 1, 0)], grid[places, above]], 1)
+    policies = _policies(families, chosen)
+    final = evaluate(
+        trace, lambda request: [reference, *policies(request)], target_coverage, progress=pace.step
+    )
+    records = [record("same_reads", reference, final, 0, trace, seed, note="anchor")]
+    for index, family in enumerate(families):
+        policy = family.at(float(chosen[index]), 0)
+        line = record("same_reads", policy, final, index + 1, trace, seed, note=family.note)
+        if abs(line["reads"] / reads - 1) > READS_TOLERANCE:
+            line["note"] = "; ".join(filter(None, [line["note"], "reads could not be matched"]))
+        if not (policy == reference and line["reads"] == records[0]["reads"]):
+            records.append(line)
+    return records
+
+
+def given(
+    trace: Trace,
+    policies: Sequence[str],
+    target_coverage: float = 0.95,
+    seed: int = 0,
+    progress: Progress = lambda what, done, total: None,
+) -> list[dict[str, Any]]:
+    """Evaluate policies as they are."""
+    _check_fraction("target coverage", target_coverage)
+    parsed = [parse_policy(text) for text in policies]
+    pace = _Pace(trace, "policies", 1, progress)
+    result = evaluate(trace, parsed, target_coverage, progress=pace.step)
+    return [record("given", policy, result, index, trace, seed) for index, policy in enumerate(parsed)]
+
+
+def record(
+    table: str,
+    policy: Policy,
+    result: Evaluation,
+    index: int,
+    trace: Trace,
+    seed: int = 0,
+    headline: tuple[str, tuple[float, float]] | None = None,
+    note: str = "",
+) -> dict[str, Any]:
+    """Return one line of a table.
+
+    Keys: `table`, `policy` (canonical text), `requested` (the budget's own number), `reads` (kept pages over
+    all pages), `reads_metadata` (bytes of the estimate over the bytes of the cache), `pages_over_oracle`,
+    `tokens_over_oracle`, `coverage_mean`, `coverage_p5`, `coverage_p1`, `rows_below_target`, `ci_low` and
+    `ci_high` (bootstrap 95% interval over requests of the column `ci_of`), `rows`, `requests`, `note`.
+    """
+    rows = result.rows.sum()
+    below = result.rows - result.covered[:, index]
+    ci_of, (low, high) = headline or ("rows_below_target", ratio_interval(below, result.rows, seed))
+    budget = policy.budget
+    requested = (
+        getattr(budget, "scale", None) if isinstance(budget, Profiled) else getattr(budget, budget.primary)
+    )
+    return {
+        "table": table,
+        "policy": str(policy),
+        "requested": requested,
+        "reads": float(result.kept[:, index].sum() / result.pages.sum()),
+        "reads_metadata": _metadata(policy, trace),
+        "pages_over_oracle": float(result.kept[:, index].sum() / result.oracle_pages.sum()),
+        "tokens_over_oracle": float(result.kept_tokens[:, index].sum() / result.oracle_tokens.sum()),
+        "coverage_mean": float(result.coverage[:, index].sum() / rows),
+        "coverage_p5": result.coverage_quantile(index, 0.05),
+        "coverage_p1": result.coverage_quantile(index, 0.01),
+        "rows_below_target": float(below.sum() / rows),
+        "ci_low": low,
+        "ci_high": high,
+        "ci_of": ci_of,
+        "rows": int(rows),
+        "requests": len(result.rows),
+        "note": note,
+    }
+
+
+def _metadata(policy: Policy, trace: Trace) -> float:
+    if not policy.budget.reads_shares:
+        return 0.0
+    head_dim = int(trace.geometry["head_dim"])
+    values = policy.estimator.metadata_values(head_dim, trace.page_size)
+    return values / (2 * trace.page_size * head_dim)
+
+
+def _check_fraction(what: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise CoverageLabError(f"{what} {value} is not in (0, 1]")
+
+
+By = Literal["layer", "kv_head"]
+
+
+def _families(trace: Trace, profiled: Callable[[str, By], Family]) -> list[Family]:
+    """Every registered budget on every recorded estimator; profiles where both parts have requests."""
+    if not trace.estimators:
+        trace.require(["share"])
+    families = []
+    for estimator in trace.estimators:
+        for name in budgets.names():
+            kind = budgets.get(name)
+            if kind is Profiled:
+                if len(trace.shards) >= FOLDS:
+                    families += [profiled(estimator, by) for by in ("layer", "kv_head")]
+            elif kind.reads_shares or estimator == "exact":
+                families.append(_budget_family(estimator, name, trace.max_pages))
+    return families
+
+
+def _budget_family(estimator: str, budget: str, max_pages: int) -> Family:
+    def at(level: float, fold: int) -> Policy:
+        return Policy(
+            estimator=estimators.get(estimator)(), budget=budgets.get(budget)().at(level, max_pages)
+        )
+
+    return Family(at)
+
+
+def _quantile_family(estimator: str, by: By, needs: dict[Policy, list[GroupCounts]]) -> Family:
+    parts = _of_estimator(estimator, needs)
+
+    def at(level: float, fold: int) -> Policy:
+        table = parts[(fold + 1) % FOLDS].quantile(level, by)
+        return Policy(estimator=estimators.get(estimator)(), budget=_named(table, 1.0))
+
+    return Family(at, "quantile of the need, fitted on the other half")
+
+
+def _scaled_family(estimator: str, by: By, fitted: dict[Policy, list[GroupCounts]]) -> Family:
+    tables = [part.mean(by) for part in _of_estimator(estimator, fitted)]
+
+    def at(level: float, fold: int) -> Policy:
+        budget = Profiled(table=tables[(fold + 1) % FOLDS]).at(level, 0)
+        return Policy(
+            estimator=estimators.get(estimator)(), budget=_named(tables[(fold + 1) % FOLDS], budget.scale)
+        )
+
+    return Family(at, "mean counts of the anchor's rule, fitted on the other half")
+
+
+def _named(table: Profile, scale: float) -> Profiled:
+    return Profiled(profile=f"per-{table.by}", scale=scale, table=table)
+
+
+def _of_estimator(estimator: str, counts: dict[Policy, list[GroupCounts]]) -> list[GroupCounts]:
+    return next(parts for policy, parts in counts.items() if policy.estimator.name == estimator)
+
+
+def _policies(families: Sequence[Family], levels: np.ndarray) -> Callable[[int], list[Policy]]:
+    """From the place of a request to the policies of its part, made once a part."""
+    parts = [
+        [family.at(float(level), fold) for family, level in zip(families, levels, strict=True)]
+        for fold in range(FOLDS)
+    ]
+    return lambda request: parts[request % FOLDS]
+
+
+def _try_levels(
+    trace: Trace, families: Sequence[Family], brackets: np.ndarray, target: float, pace: _Pace
+) -> tuple[np.ndarray, Evaluation]:
+    grid = np.linspace(brackets[:, 0], brackets[:, 1], LEVELS, axis=1)  # [families, LEVELS]
+    repeated = [family for family in families for _ in range(LEVELS)]
+    result = evaluate(trace, _policies(repeated, grid.ravel()), target, quantiles=False, progress=pace.step)
+    return grid, result
+
+
+def _resized_interval(wide: Evaluation, family: int, target_rows: float, seed: int) -> tuple[float, float]:
+    """Interval of tokens over oracle tokens, the budget sized anew in every resample of the requests."""
+    if len(wide.rows) < 2:
+        return float("nan"), float("nan")
+    columns = slice(family * LEVELS, (family + 1) * LEVELS)
+    weights = resample_weights(len(wide.rows), seed)
+    share = (weights @ wide.covered[:, columns]) / (weights @ wide.rows)[:, None]
+    ratio = (weights @ wide.kept_tokens[:, columns]) / (weights @ wide.oracle_tokens)[:, None]
+    met = share >= target_rows
+    met[:, -1] = True
+    first = met.argmax(1)
+    before = np.maximum(first - 1, 0)
+    draws = np.arange(len(weights))
+    gap = share[draws, first] - share[draws, before]
+    part = np.where(gap > 0, (target_rows - share[draws, before]) / np.where(gap > 0, gap, 1), 1.0).clip(0, 1)
+    return interval(ratio[draws, before] + part * (ratio[draws, first] - ratio[draws, before]))
+
+
+class _Pace:
+    """Turns requests done in a pass into passes over requests done in all."""
+
+    def __init__(self, trace: Trace, what: str, passes: int, progress: Progress) -> None:
+        self._what, self._progress = what, progress
+        self._done, self._total = 0, passes * len(trace.shards)
+
+    def step(self, request: int) -> None:
+        self._done += 1
+        self._progress(self._what, self._done, self._total)

@@ -1,0 +1,271 @@
+"""What policies would have kept of a recorded trace."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coverage_lab.kernels.select.reference import Ranking, coverage_counts, rank
+from coverage_lab.pages import Rows
+from coverage_lab.policies.budgets import Budget
+from coverage_lab.policies.policy import Policy
+from coverage_lab.trace import Block, Trace
+from coverage_lab.trace.schema import share_column
+
+# Realised coverage is counted in bins of this width, which bounds the error of its quantiles.
+COVERAGE_BINS = 10_000
+
+# A hair below the target is rounding of float32 sums, not a shortfall.
+TOLERANCE = 1e-6
+
+PoliciesOf = Callable[[int], Sequence[Policy]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Sums per request and policy; everything reported is made of them.
+
+    Attributes
+    ----------
+    rows, pages, tokens, oracle_pages, oracle_tokens : ndarray
+        `[requests]`: rows, the pages and tokens they see, and those of C*(target).
+    kept, kept_tokens, coverage, covered : ndarray
+        `[requests, policies]`: pages and tokens kept, sum of realised coverage, rows whose realised
+        coverage is at least the target.
+    histogram : ndarray
+        `[policies, bins + 1]`: rows by realised coverage, over all requests.
+    target : float
+        The coverage that rows should keep.
+    """
+
+    rows: np.ndarray
+    pages: np.ndarray
+    tokens: np.ndarray
+    oracle_pages: np.ndarray
+    oracle_tokens: np.ndarray
+    kept: np.ndarray
+    kept_tokens: np.ndarray
+    coverage: np.ndarray
+    covered: np.ndarray
+    histogram: np.ndarray
+    target: float
+
+    def coverage_quantile(self, policy: int, q: float) -> float:
+        """Return the q-quantile of realised coverage over all rows, to within 1 / COVERAGE_BINS."""
+        counts = self.histogram[policy].cumsum()
+        return float(np.searchsorted(counts, max(1.0, q * counts[-1]))) / COVERAGE_BINS
+
+
+def evaluate(
+    trace: Trace,
+    policies: Sequence[Policy] | PoliciesOf,
+    target: float = 0.95,
+    quantiles: bool = True,
+    progress: Callable[[int], None] = lambda request: None,
+) -> Evaluation:
+    """Apply policies to every row of a trace, in one pass.
+
+    Parameters
+    ----------
+    trace : Trace
+        With shares of the exact mass and of every estimator that the policies use.
+    policies : sequence of Policy, or callable
+        The policies, or a function from the place of a request to its policies (always as many).
+    target : float
+        Coverage that counts as enough, and gamma of the oracle set.
+    quantiles : bool
+        Whether to count the histogram of realised coverage.
+    progress : callable
+        Called with the place of every request that is done.
+
+    Returns
+    -------
+    Evaluation
+
+    Raises
+    ------
+    CoverageLabError
+        If the trace lacks a column, naming the option of `collect` that records it.
+    """
+    policies_of: PoliciesOf = policies if callable(policies) else lambda request: policies
+    n_requests, n_policies = len(trace.shards), len(policies_of(0))
+    per_request = {
+        name: np.zeros(n_requests) for name in ("rows", "pages", "tokens", "oracle_pages", "oracle_tokens")
+    }
+    per_policy = {
+        name: np.zeros((n_requests, n_policies)) for name in ("kept", "kept_tokens", "coverage", "covered")
+    }
+    histogram = np.zeros((n_policies, COVERAGE_BINS + 1))
+    for block, view in _views(trace, policies_of(0), progress):
+        r = block.request
+        oracle_pages, oracle_tokens = view.oracle(target)
+        per_request["rows"][r] += len(view.rows)
+        per_request["pages"][r] += int(view.rows.n_pages.sum())
+        per_request["tokens"][r] += view.tokens(view.rows.n_pages)
+        per_request["oracle_pages"][r] += oracle_pages
+        per_request["oracle_tokens"][r] += oracle_tokens
+        chosen = policies_of(r)
+        for indices in _grouped(chosen):
+            kept, coverage = _apply(view, [chosen[i] for i in indices])
+            per_policy["kept"][r, indices] += kept.sum(0).numpy()
+            per_policy["kept_tokens"][r, indices] += view.tokens(kept)
+            per_policy["coverage"][r, indices] += coverage.sum(0).double().numpy()
+            per_policy["covered"][r, indices] += (coverage >= target - TOLERANCE).sum(0).numpy()
+            if quantiles:
+                bins = (coverage * COVERAGE_BINS).round().long().clamp(0, COVERAGE_BINS)
+                for column, index in enumerate(indices):
+                    histogram[index] += torch.bincount(bins[:, column], minlength=COVERAGE_BINS + 1).numpy()
+    return Evaluation(**per_request, **per_policy, histogram=histogram, target=target)
+
+
+def policy_counts(
+    trace: Trace,
+    policies: Sequence[Policy],
+    covering: float | None = None,
+    progress: Callable[[int], None] = lambda request: None,
+) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield request, layer `[rows]`, KV head `[rows]` and pages kept `[rows, policies]`, block by block.
+
+    With `covering`, the counts are the fewest pages in the order of each policy whose exact mass
+    reaches it, in place of those that the policy keeps.
+    """
+    for block, view in _views(trace, policies, progress):
+        kept = torch.empty((len(view.rows), len(policies)), dtype=torch.long)
+        for indices in _grouped(policies):
+            if covering is None:
+                kept[:, indices] = _apply(view, [policies[i] for i in indices])[0]
+                continue
+            ranking, realised = view.ranked(policies[indices[0]])
+            need = (realised < covering - TOLERANCE).sum(1) + 1
+            kept[:, indices] = need.maximum(ranking.n_forced).minimum(view.rows.n_pages)[:, None]
+        yield block.request, block.columns["layer"], block.columns["kv_head"], kept.numpy()
+
+
+def _views(
+    trace: Trace, policies: Sequence[Policy], progress: Callable[[int], None]
+) -> Iterator[tuple[Block, _View]]:
+    done = 0
+    for block in trace.blocks(_columns(policies, trace)):
+        while done < block.request:
+            progress(done)
+            done += 1
+        yield block, _View(block, trace.page_size, _group_size(trace))
+    progress(done)
+
+
+class _View:
+    """A block as tensors, with what policies share computed once."""
+
+    def __init__(self, block: Block, page_size: int, group: int) -> None:
+        self._block = block
+        self.group = group
+        numbers = {
+            name: torch.from_numpy(block.columns[name])
+            for name in ("n_pages", "first_page", "position", "layer", "kv_head")
+        }
+        self.rows = Rows(**numbers, page_size=page_size)
+        exact = torch.from_numpy(block.columns[share_column("exact")])
+        # Rounded shares do not quite sum to one.
+        self.exact = exact / exact.sum(1, keepdim=True)
+        self._ranked: dict[object, tuple[Ranking, Tensor]] = {}
+
+    def shares(self, estimator: str, granularity: str, query_head: int | None = None) -> Tensor:
+        shares = torch.from_numpy(self._block.columns[share_column(estimator, query_head)])
+        if granularity != "layer":
+            return shares
+        block = self._block
+        grid = shares.view(block.layers, block.kv_heads, block.steps, -1)
+        return grid.mean(1, keepdim=True).expand_as(grid).reshape(shares.shape)
+
+    def geometry(self, granularity: str) -> Rows:
+        # Rows that share a list must round a fractional budget alike.
+        if granularity != "layer":
+            return self.rows
+        return Rows(**{**vars(self.rows), "kv_head": torch.zeros_like(self.rows.kv_head)})
+
+    def oracle(self, target: float) -> tuple[int, int]:
+        """Pages and tokens of C*(target), over all rows."""
+        ranking = rank(self.exact, self.rows, torch.zeros_like(self.exact, dtype=torch.bool))
+        counts = coverage_counts(ranking, torch.tensor([target], dtype=torch.float64))
+        current = ranking.order == self.rows.n_pages[:, None] - 1
+        has_current = (current & (torch.arange(current.shape[1]) < counts)).any(1)
+        tokens = counts[:, 0] * self.rows.page_size - self._missing() * has_current
+        return int(counts.sum()), int(tokens.sum())
+
+    def tokens(self, kept: Tensor) -> np.ndarray:
+        """Tokens of `kept` pages (`[rows]` or `[rows, policies]`), the current page always among them."""
+        return np.asarray((kept.sum(0) * self.rows.page_size - self._missing().sum()).numpy())
+
+    def ranked(self, policy: Policy) -> tuple[Ranking, Tensor]:
+        """The ranking of a policy, and the exact coverage of its first k + 1 pages."""
+        by_share = type(policy.budget).rank is Budget.rank
+        key = (policy.estimator, policy.granularity, None if by_share else policy.budget)
+        if key not in self._ranked:
+            shares = self.shares(policy.estimator.name, policy.granularity) if by_share else self.exact
+            ranking = policy.budget.rank(shares, self.geometry(policy.granularity))
+            self._ranked[key] = ranking, self.exact.gather(1, ranking.order).cumsum(1)
+        return self._ranked[key]
+
+    def _missing(self) -> Tensor:
+        # Tokens that the current page does not have yet.
+        return self.rows.page_size - 1 - self.rows.position % self.rows.page_size
+
+
+def _apply(view: _View, policies: Sequence[Policy]) -> tuple[Tensor, Tensor]:
+    """Return pages kept and realised coverage `[rows, policies]` of policies that share a ranking."""
+    first = policies[0]
+    if first.granularity == "query_head":
+        kept, coverage = _apply_union(view, policies)
+    else:
+        ranking, realised = view.ranked(first)
+        kept = type(first.budget).counts(ranking, [policy.budget for policy in policies])
+        coverage = realised.gather(1, kept - 1)
+    for column, policy in enumerate(policies):
+        if policy.dense_layers:
+            dense = torch.isin(view.rows.layer, torch.tensor(policy.dense_layers))
+            kept[dense, column] = view.rows.n_pages[dense]
+            coverage[dense, column] = 1.0
+    return kept, coverage
+
+
+def _apply_union(view: _View, policies: Sequence[Policy]) -> tuple[Tensor, Tensor]:
+    """Every query head selects; the row reads the union."""
+    name = policies[0].estimator.name
+    kept, coverage = [], []
+    for policy in policies:
+        union = torch.zeros_like(view.exact, dtype=torch.bool)
+        for head in range(view.group):
+            union |= policy.budget.select(view.shares(name, "query_head", head), view.rows)
+        kept.append(union.sum(1))
+        coverage.append(view.exact.where(union, 0).sum(1))
+    return torch.stack(kept, 1), torch.stack(coverage, 1)
+
+
+def _grouped(policies: Sequence[Policy]) -> Iterator[list[int]]:
+    """Yield the places of policies whose counts come from one ranking in one call."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for index, policy in enumerate(policies):
+        kind = type(policy.budget)
+        ranking = None if kind.rank is Budget.rank else policy.budget
+        groups[policy.estimator, policy.granularity, kind, ranking].append(index)
+    yield from groups.values()
+
+
+def _group_size(trace: Trace) -> int:
+    return int(trace.geometry["query_heads"]) // int(trace.geometry["kv_heads"])
+
+
+def _columns(policies: Sequence[Policy], trace: Trace) -> list[str]:
+    columns = {share_column("exact")}
+    group = _group_size(trace)
+    for policy in policies:
+        if policy.granularity == "query_head":
+            columns.update(share_column(policy.estimator.name, head) for head in range(group))
+        elif policy.budget.reads_shares:
+            columns.add(share_column(policy.estimator.name))
+    return sorted(columns)

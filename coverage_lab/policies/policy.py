@@ -1,0 +1,196 @@
+"""A policy: estimator x budget x granularity, and its text form."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from coverage_lab.errors import CoverageLabError
+from coverage_lab.policies.budgets import Budget, budgets
+from coverage_lab.policies.estimators import Estimator, estimators
+from coverage_lab.registry import unknown
+
+Granularity = Literal["query_head", "kv_head", "layer"]
+GRANULARITIES: tuple[Granularity, ...] = typing.get_args(Granularity)
+_FORM = "estimator/budget[:value][,key=value...][@granularity]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A rule that decides which pages every row reads.
+
+    Parameters
+    ----------
+    estimator : Estimator
+        Where the shares come from.
+    budget : Budget
+        How shares become a page set.
+    granularity : {"query_head", "kv_head", "layer"}
+        Who shares a list. `query_head`: each query head selects, and the row reads the union.
+        `kv_head`: one list a row. `layer`: one list for all KV heads of a layer, from their mean shares.
+    dense_layers : tuple of int
+        Layers that are read whole.
+
+    Examples
+    --------
+    >>> str(parse_policy("mvar/coverage:0.980"))
+    'mvar/coverage:0.98'
+    """
+
+    estimator: Estimator
+    budget: Budget
+    granularity: Granularity = "kv_head"
+    dense_layers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        options = _changed_options(self.budget)
+        primary = options.pop(self.budget.primary, None)
+        arguments = [] if primary is None else [_format(primary)]
+        arguments += [f"{key}={_format(value)}" for key, value in options.items()]
+        if self.dense_layers:
+            arguments.append(f"dense_layers={_format_ranges(self.dense_layers)}")
+        text = f"{self.estimator.name}/{self.budget.name}"
+        if arguments:
+            text += ":" + ",".join(arguments)
+        return text if self.granularity == "kv_head" else f"{text}@{self.granularity}"
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """Read the text form, `estimator/budget[:value][,key=value...][@granularity]`.
+
+        Raises
+        ------
+        CoverageLabError
+            If the text is malformed, or names an unknown estimator, budget, option or granularity.
+        """
+        head, slash, rest = text.strip().partition("/")
+        if not slash or not rest:
+            raise CoverageLabError(f"policy {text!r} is not of the form {_FORM}; try mvar/coverage:0.98")
+        rest, granularity = _split_granularity(rest)
+        name, _, arguments = rest.partition(":")
+        estimator = estimators.get(head)()
+        budget_class = budgets.get(name)
+        options: dict[str, Any] = {}
+        dense: tuple[int, ...] = ()
+        for place, argument in enumerate(arguments.split(",") if arguments else []):
+            key, equals, value = argument.partition("=")
+            if not equals and place == 0:
+                key, value = budget_class.primary, argument
+            elif not equals:
+                raise CoverageLabError(f"policy {text!r}: {argument!r} is not of the form key=value")
+            if key == "dense_layers":
+                dense = _parse_ranges(value, text)
+            elif key in options:
+                raise CoverageLabError(f"policy {text!r}: {key!r} is given twice")
+            else:
+                options[key] = _convert(budget_class, key, value, text)
+        return cls(
+            estimator=estimator, budget=budget_class(**options), granularity=granularity, dense_layers=dense
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the policy as JSON-ready values."""
+        return {
+            "estimator": self.estimator.name,
+            "budget": self.budget.name,
+            "options": {
+                key: _plain(value) for key, value in _changed_options(self.budget, hidden=True).items()
+            },
+            "granularity": self.granularity,
+            "dense_layers": list(self.dense_layers),
+        }
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Policy:
+        """Return the policy that `to_json` wrote."""
+        from coverage_lab.policies.budgets.profiled import Profile
+
+        options = dict(record["options"])
+        if isinstance(options.get("table"), dict):
+            table = options["table"]
+            options["table"] = Profile(table["by"], tuple(tuple(layer) for layer in table["counts"]))
+        return cls(
+            estimator=estimators.get(record["estimator"])(),
+            budget=budgets.get(record["budget"])(**options),
+            granularity=record["granularity"],
+            dense_layers=tuple(record["dense_layers"]),
+        )
+
+
+parse_policy = Policy.parse
+
+
+def _changed_options(budget: Budget, hidden: bool = False) -> dict[str, Any]:
+    """Options that differ from their defaults, and the primary one always."""
+    default = type(budget)()
+    return {
+        field.name: getattr(budget, field.name)
+        for field in fields(budget)
+        if (hidden or field.repr)
+        and (
+            getattr(budget, field.name) != getattr(default, field.name)
+            or (field.name == budget.primary and getattr(budget, field.name) not in (None, ""))
+        )
+    }
+
+
+def _split_granularity(rest: str) -> tuple[str, Granularity]:
+    body, at, suffix = rest.rpartition("@")
+    if not at or re.search(r"[/.,:=]", suffix):  # no suffix, or an @ inside a file name
+        return rest, "kv_head"
+    for granularity in GRANULARITIES:
+        if suffix == granularity:
+            return body, granularity
+    raise unknown("granularity", suffix, list(GRANULARITIES))
+
+
+def _convert(budget_class: type[Budget], key: str, value: str, text: str) -> Any:
+    visible = {field.name for field in fields(budget_class) if field.repr}
+    if key not in visible:
+        raise unknown(f"option of {budget_class.name}", key, sorted(visible | {"dense_layers"}))
+    hint = typing.get_type_hints(budget_class)[key]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if int not in kinds and float not in kinds:
+        return value
+    try:
+        return int(value) if float not in kinds else float(value)
+    except ValueError:
+        kind = "number" if float in kinds else "whole number"
+        raise CoverageLabError(f"policy {text!r}: {key}={value!r} is no {kind}") from None
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "counts"):
+        return {"by": value.by, "counts": value.counts}
+    return value
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value)
+
+
+def _format_ranges(layers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return "+".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _parse_ranges(value: str, text: str) -> tuple[int, ...]:
+    layers: set[int] = set()
+    for run in value.split("+"):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", run)
+        if not match:
+            raise CoverageLabError(f"policy {text!r}: dense_layers={value!r} is not like 0-1+5")
+        first, last = int(match[1]), int(match[2] or match[1])
+        layers.update(range(first, last + 1))
+    return tuple(sorted(layers))

@@ -1,0 +1,251 @@
+"""Read a trace, whole as a lazy frame or block by block as padded arrays."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from coverage_lab.errors import CoverageLabError
+from coverage_lab.trace import schema
+
+# Elements of one padded matrix of a block; keeps a block within some tens of megabytes.
+BLOCK_ELEMENTS = 1 << 21
+
+_GEOMETRY = ("layer", "kv_head", "step", "position", "n_pages", "first_page")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of one request."""
+
+    request_id: str
+    path: Path
+    rows: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """All rows of some neighbouring layers of one request, sorted by layer, KV head and step.
+
+    Attributes
+    ----------
+    request : int
+        Place of the request among those that have rows.
+    layers, kv_heads, steps : int
+        The block has `layers * kv_heads * steps` rows.
+    columns : dict of str to ndarray
+        Integer columns `[rows]` int64 under their names, list columns `[rows, width]` float32, padded
+        with zeros.
+    """
+
+    request: int
+    layers: int
+    kv_heads: int
+    steps: int
+    columns: dict[str, np.ndarray]
+
+
+class Trace:
+    """A finished trace.
+
+    Parameters
+    ----------
+    path : path-like
+        The directory that `collect` wrote.
+
+    Raises
+    ------
+    CoverageLabError
+        If there is no finished trace, its schema is newer, or a file of it is missing or truncated.
+        Altered files are found when they are read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.manifest = _read_manifest(self.path)
+        self._intact: set[Path] = set()
+        for file in self.manifest["files"]:
+            full = self.path / file["path"]
+            if not full.is_file():
+                raise CoverageLabError(f"{full} is missing; restore it, or collect the trace again")
+            if full.stat().st_size != file["bytes"]:
+                raise CoverageLabError(
+                    f"{full} has {full.stat().st_size} bytes, not {file['bytes']}; "
+                    "restore it, or collect the trace again"
+                )
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return int(self.manifest["run"]["page_size"])
+
+    @property
+    def gammas(self) -> list[float]:
+        """Coverages whose oracle counts were recorded."""
+        return list(self.manifest["run"]["gammas"])
+
+    @property
+    def estimators(self) -> list[str]:
+        """Estimators whose shares were recorded; empty when only counts were."""
+        return [] if self.manifest["run"]["record"] == "counts" else list(self.manifest["run"]["estimators"])
+
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """What the manifest says of the model: layers, heads, KV heads, head_dim."""
+        return dict(self.manifest["geometry"])
+
+    @cached_property
+    def requests(self) -> pl.DataFrame:
+        """The requests table."""
+        path = self.path / schema.REQUESTS
+        self._verify(path, next(f["sha256"] for f in self.manifest["files"] if f["path"] == schema.REQUESTS))
+        return pl.read_parquet(path)
+
+    @cached_property
+    def shards(self) -> list[Shard]:
+        """The row files, in the order of the requests; failed and empty requests have none."""
+        found = [
+            Shard(Path(f["path"]).stem, self.path / f["path"], f["rows"], f["sha256"])
+            for f in self.manifest["files"]
+            if f["path"].startswith(f"{schema.ROWS}/")
+        ]
+        if not found:
+            raise CoverageLabError(f"{self.path} has no rows: no request was recorded; see {schema.REQUESTS}")
+        return found
+
+    @cached_property
+    def max_pages(self) -> int:
+        """Pages of the longest row."""
+        return int(self.scan().select(pl.col("n_pages").max()).collect().item())
+
+    def verify(self) -> None:
+        """Raise CoverageLabError if a file differs from the sha256 in the manifest, naming it."""
+        for file in self.manifest["files"]:
+            self._verify(self.path / file["path"], file["sha256"])
+
+    def scan(self) -> pl.LazyFrame:
+        """Return all rows as a lazy frame, files checked."""
+        for shard in self.shards:
+            self._verify(shard.path, shard.sha256)
+        return pl.scan_parquet([shard.path for shard in self.shards])
+
+    def require(self, columns: Sequence[str]) -> None:
+        """Raise CoverageLabError if a column is missing, naming the option of `collect` that records it."""
+        held = set(pl.read_parquet_schema(self.shards[0].path))
+        for column in columns:
+            if column in held:
+                continue
+            if column.startswith("oracle_pages_"):
+                way = f"--gammas {column.removeprefix('oracle_pages_')}"
+            elif self.manifest["run"]["record"] == "counts":
+                way = "--record shares"
+            elif "_q" in column:
+                way = "--record query-heads"
+            else:
+                way = f"--estimators {','.join([*self.estimators, column.removeprefix('share_')])}"
+            raise CoverageLabError(f"{self.path} has no column {column!r}; collect it with {way}")
+
+    def blocks(self, columns: Sequence[str], elements: int = BLOCK_ELEMENTS) -> Iterator[Block]:
+        """Yield the rows in blocks of whole layers, request after request.
+
+        Parameters
+        ----------
+        columns : sequence of str
+            List and scalar columns wanted beside the geometry.
+        elements : int
+            Most elements of a padded matrix.
+        """
+        self.require(columns)
+        for request, shard in enumerate(self.shards):
+            self._verify(shard.path, shard.sha256)
+            yield from _shard_blocks(request, shard, columns, elements)
+
+    def _verify(self, path: Path, sha256: str) -> None:
+        if path in self._intact:
+            return
+        if schema.file_sha256(path) != sha256:
+            raise CoverageLabError(
+                f"{path} was altered (its sha256 differs); restore it, or collect the trace again"
+            )
+        self._intact.add(path)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise CoverageLabError(f"no trace at {path}: no such directory; make one with coverage-lab collect")
+    try:
+        manifest = json.loads((path / schema.MANIFEST).read_bytes())
+    except FileNotFoundError:
+        if (path / schema.RUN).exists():
+            done = len(list((path / schema.JOURNAL).glob("*.json")))
+            raise CoverageLabError(
+                f"the trace {path} is unfinished ({done} requests are done); "
+                "run the collect command it was begun with again"
+            ) from None
+        raise CoverageLabError(f"{path} is no trace: it has no {schema.MANIFEST}") from None
+    except ValueError as error:
+        raise CoverageLabError(f"{path / schema.MANIFEST} is no valid JSON ({error}); restore it") from None
+    if not isinstance(manifest, dict) or manifest.get("schema") != schema.SCHEMA:
+        raise CoverageLabError(f"{path} is no coverage-lab trace")
+    version = manifest.get("schema_version")
+    if not isinstance(version, int) or version > schema.VERSION:
+        raise CoverageLabError(
+            f"{path} has trace schema {version}; this coverage-lab reads up to {schema.VERSION}: upgrade it"
+        )
+    return manifest
+
+
+def _shard_blocks(request: int, shard: Shard, columns: Sequence[str], elements: int) -> Iterator[Block]:
+    shape = (
+        pl.scan_parquet(shard.path)
+        .select(
+            pl.col("layer").n_unique(),
+            pl.col("kv_head").n_unique(),
+            pl.col("step").n_unique(),
+            pl.col("n_pages").max(),
+        )
+        .collect()
+        .row(0)
+    )
+    layers, kv_heads, steps, width = (int(value) for value in shape)
+    a_layer = kv_heads * steps
+    together = max(1, elements // (a_layer * width))
+    for first in range(0, layers, together):
+        count = min(together, layers - first)
+        frame = (
+            pl.scan_parquet(shard.path)
+            .slice(first * a_layer, count * a_layer)
+            .select(*_GEOMETRY, *(c for c in columns if c not in _GEOMETRY))
+            .collect()
+        )
+        yield Block(request, count, kv_heads, steps, _arrays(frame))
+
+
+def _arrays(frame: pl.DataFrame) -> dict[str, np.ndarray]:
+    n_pages = frame["n_pages"].to_numpy()
+    width = int(n_pages.max())
+    ragged = int(n_pages.min()) < width
+    valid = np.arange(width) < n_pages[:, None] if ragged else None
+    arrays: dict[str, np.ndarray] = {}
+    for series in frame:
+        if not isinstance(series.dtype, pl.List):
+            kind = np.int64 if series.dtype.is_integer() else np.float64
+            arrays[series.name] = series.to_numpy().astype(kind)
+            continue
+        flat = series.explode().to_numpy()
+        if valid is None:
+            arrays[series.name] = flat.reshape(-1, width).astype(np.float32)
+        else:
+            padded = np.zeros((len(n_pages), width), np.float32)
+            padded[valid] = flat
+            arrays[series.name] = padded
+    return arrays
