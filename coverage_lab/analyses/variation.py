@@ -14,6 +14,7 @@ from coverage_lab.trace.schema import oracle_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Llama-3.1-8B on 60 LongBench requests (paper 2.2.1).
 PAPER = {
@@ -91,9 +92,7 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     grid = np.full((len(heads), len(layers)), np.nan)
     for layer, head, fraction in table.select("layer", "kv_head", "fraction").iter_rows():
         grid[heads.index(head), layers.index(layer)] = 100 * fraction
-    if ax is None:
-        width = max(6.4, 0.28 * len(layers) + 2)
-        _, ax = plt.subplots(figsize=(width, max(2.4, 0.32 * len(heads) + 1.6)), layout="constrained")
+    ax = ax or plt.gca()
     seaborn.heatmap(
         grid,
         ax=ax,
@@ -107,6 +106,17 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set(xlabel="layer", ylabel="KV head", title="Mean size of the oracle set")
     ax.tick_params(axis="both", rotation=0)
     return ax
+
+
+def figure(table: pl.DataFrame) -> Figure:
+    """Draw the map of `need_map` in a figure of its own."""
+    import matplotlib.pyplot as plt
+
+    layers, heads = table["layer"].n_unique(), table["kv_head"].n_unique()
+    size = max(6.4, 0.28 * layers + 2), max(2.4, 0.32 * heads + 1.6)
+    drawn, ax = plt.subplots(figsize=size, layout="constrained")
+    plot(table, ax)
+    return drawn
 
 
 def _rows(trace: Trace, gamma: float) -> pl.LazyFrame:

@@ -43,11 +43,11 @@ def variation(
         screen.print(output.table(title, ["quantity", "ours", "95%", "paper (Llama-3.1-8B)"], rows))
         if not quiet:
             by_layer = needs.group_by("layer").mean().sort("fraction", descending=True)
-            most, least = by_layer.row(0, named=True), by_layer.row(-1, named=True)
+            layers, fractions = by_layer["layer"].to_list(), by_layer["fraction"].to_list()
             screen.print(
-                f"By layer the mean need goes from {output.percent(most['fraction'])} of the context (layer "
-                f"{most['layer']}) to {output.percent(least['fraction'])} (layer {least['layer']}).",
+                f"By layer the mean need goes from {output.percent(fractions[0])} of the context "
+                f"(layer {layers[0]}) to {output.percent(fractions[-1])} (layer {layers[-1]}).",
                 highlight=False,
             )
     if figure:
-        output.save_figure(analysis.plot(needs).figure, figure)
+        output.save_figure(analysis.figure(needs), figure)

@@ -246,8 +246,9 @@ def _prepare(options: CollectOptions, dataset: Dataset, loaded: LoadedModel) -> 
         prompt = builder.build(example, limit, options.steps, options.decode == "forced")
         if room is not None and len(prompt.ids) > room:
             raise CoverageLabError(
-                f"{example.source or example.task}: the prompt has {len(prompt.ids)} tokens; with "
-                f"{options.steps} steps at most {room} fit in the model's window: give --max-prompt-tokens {room}"
+                f"{example.source or example.task}: the prompt has {len(prompt.ids)} tokens; "
+                f"with {options.steps} steps at most {room} fit in the model's window: "
+                f"give --max-prompt-tokens {room}"
             )
         requests.append(_Request(f"{example.task}-{example.index:05d}", example, prompt))
     twice = [name for name, count in Counter(request.id for request in requests).items() if count > 1]
@@ -368,8 +369,8 @@ def _record_batch(
         )
     except torch.OutOfMemoryError:
         raise CoverageLabError(
-            f"out of memory at {batch[0].id} ({longest} prompt tokens x {len(batch)}); free the device and run the "
-            "same command again (finished requests are kept), or give a smaller --batch-size"
+            f"out of memory at {batch[0].id} ({longest} prompt tokens x {len(batch)}); give a smaller --batch-size, "
+            "or free the device and run the same command again: finished requests are kept"
         ) from None
     recorded: list[_Recorded] = []
     for request, recorder, assembler, result in zip(batch, recorders, assemblers, decoded, strict=True):

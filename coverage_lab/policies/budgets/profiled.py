@@ -115,8 +115,8 @@ class Profiled(Budget):
             self.table.by == "kv_head" and int(rows.kv_head.max()) >= table.shape[1]
         ):
             raise CoverageLabError(
-                f"profiled: the profile has {table.shape[0]} layers of {table.shape[1]} KV heads, the trace has "
-                "more; fit it on a trace of the same model"
+                f"profiled: the profile has {table.shape[0]} layers of {table.shape[1]} KV heads, the trace "
+                "has more; fit it on a trace of the same model"
             )
         head = rows.kv_head if self.table.by == "kv_head" else torch.zeros_like(rows.kv_head)
         counts = table[rows.layer, head] * self.scale

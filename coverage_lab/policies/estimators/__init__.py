@@ -75,7 +75,7 @@ class Estimator:
         raise NotImplementedError
 
     def metadata_values(self, head_dim: int, page_size: int) -> int:
-        """Return how many values are read for each page, whose keys and values are `2 * page_size * head_dim`."""
+        """Return how many values are read a page; the page itself has `2 * page_size * head_dim`."""
         raise NotImplementedError
 
 
