@@ -113,8 +113,9 @@ def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_row
         {f"{record['policy'].split(',')[0]}: {record['note']}" for record in records if record["note"]}
     )
     screen.print(
-        f"{first['rows']:,} rows of {first['requests']} requests. Requested is the budget's own number, "
-        "all else is realised. Reads are kept pages over all pages; metadata is what the estimate reads beside them.",
+        f"{first['rows']:,} rows of {first['requests']} requests. "
+        "Requested is the budget's own number, all else is realised. "
+        "Reads are kept pages over all pages; metadata is what the estimate reads beside them.",
         highlight=False,
     )
     for note in notes:

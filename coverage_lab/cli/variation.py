@@ -43,7 +43,8 @@ def variation(
         screen.print(output.table(title, ["quantity", "ours", "95%", "paper (Llama-3.1-8B)"], rows))
         if not quiet:
             by_layer = needs.group_by("layer").mean().sort("fraction", descending=True)
-            layers, fractions = by_layer["layer"].to_list(), by_layer["fraction"].to_list()
+            layers = [int(layer) for layer in by_layer["layer"]]
+            fractions = [float(fraction) for fraction in by_layer["fraction"]]
             screen.print(
                 f"By layer the mean need goes from {output.percent(fractions[0])} of the context "
                 f"(layer {layers[0]}) to {output.percent(fractions[-1])} (layer {layers[-1]}).",

@@ -369,8 +369,9 @@ def _record_batch(
         )
     except torch.OutOfMemoryError:
         raise CoverageLabError(
-            f"out of memory at {batch[0].id} ({longest} prompt tokens x {len(batch)}); give a smaller --batch-size, "
-            "or free the device and run the same command again: finished requests are kept"
+            f"out of memory at {batch[0].id} ({longest} prompt tokens x {len(batch)}); "
+            "give a smaller --batch-size, or free the device and run the same command again: "
+            "finished requests are kept"
         ) from None
     recorded: list[_Recorded] = []
     for request, recorder, assembler, result in zip(batch, recorders, assemblers, decoded, strict=True):
