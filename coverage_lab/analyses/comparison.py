@@ -43,44 +43,28 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     import matplotlib.pyplot as plt
     import seaborn
 
+    ax = ax or plt.gca()
     kind = table["table"][0]
     column, label = _AXES[kind]
-    named = kind == "given"
-    lines = table["policy" if named else "budget"].unique(maintain_order=True).to_list()
-    if not named:
-        best = table.group_by("budget").agg(pl.col(column).min()).sort(column)["budget"].to_list()
-        lines = best
-    if ax is None:
-        _, ax = plt.subplots(figsize=(6.4, 0.42 * len(lines) + 1.6), layout="constrained")
-    estimators = table["estimator"].unique(maintain_order=True).to_list()
-    for estimator, colour in zip(
-        estimators, seaborn.color_palette("colorblind", len(estimators)), strict=True
+    line = "policy" if kind == "given" else "budget"
+    lines = table.group_by(line).agg(pl.col(column).min()).sort(column, line)[line].to_list()
+    estimators = sorted(table["estimator"].unique(), key=lambda name: (name != "exact", name))
+    for place, (estimator, colour) in enumerate(
+        zip(estimators, seaborn.color_palette("colorblind"), strict=False)
     ):
         part = table.filter(pl.col("estimator") == estimator)
-        offset = 0.0 if named else 0.16 * (estimators.index(estimator) - (len(estimators) - 1) / 2)
-        places = [lines.index(name) + offset for name in part["policy" if named else "budget"]]
-        values = part[column].to_numpy()
-        ax.hlines(
-            places,
-            part["ci_low"].fill_nan(None).to_numpy(),
-            part["ci_high"].to_numpy(),
-            color=colour,
-            lw=2,
-            alpha=0.6,
-        )
-        ax.plot(values, places, "o", color=colour, ms=5, label=estimator)
-    ax.set_yticks(
-        range(len(lines)),
-        [line.replace(":", ", ").replace("_", " ") if not named else line for line in lines],
-    )
-    ax.invert_yaxis()
+        offset = 0.0 if kind == "given" else 0.16 * (place - (len(estimators) - 1) / 2)
+        heights = [lines.index(name) + offset for name in part[line]]
+        ax.hlines(heights, part["ci_low"], part["ci_high"], color=colour, lw=2, alpha=0.6)
+        ax.plot(part[column], heights, "o", color=colour, ms=5, label=estimator)
+    ax.set_yticks(range(len(lines)), [name.replace(":per-", ", per ").replace("_", " ") for name in lines])
+    ax.set_ylim(len(lines) - 0.5, -0.5)
     ax.set(xlabel=label, title=TITLES[kind])
     if kind == "same_guarantee":
-        ax.axvline(1, color="0.4", ls="--", lw=1)
+        ax.axvline(1, color="0.4", ls="--", lw=1, zorder=0)
     ax.grid(axis="x", color="0.9")
     ax.set_axisbelow(True)
-    if not named:
-        ax.legend(title="shares from", frameon=False)
+    ax.legend(title="shares from", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     seaborn.despine(ax=ax)
     return ax
 
@@ -90,10 +74,9 @@ def figure(table: pl.DataFrame) -> Figure:
     import matplotlib.pyplot as plt
 
     kinds = table["table"].unique(maintain_order=True).to_list()
-    height = max(2.4, 0.55 * table["budget"].n_unique() + 1.4)
-    drawn, axes = plt.subplots(
-        1, len(kinds), figsize=(6.2 * len(kinds), height), layout="constrained", squeeze=False
-    )
+    lines = table["policy" if kinds == ["given"] else "budget"].n_unique()
+    size = 6.8 * len(kinds), 0.55 * lines + 1.4
+    drawn, axes = plt.subplots(1, len(kinds), figsize=size, layout="constrained", squeeze=False)
     for kind, ax in zip(kinds, axes[0], strict=True):
         plot(table.filter(pl.col("table") == kind), ax)
     return drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -109,8 +110,10 @@ def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_row
             for line in lines
         ]
         screen.print(table(f"{title}: {detail}", columns, rows))
-    notes = sorted(
-        {f"{record['policy'].split(',')[0]}: {record['note']}" for record in records if record["note"]}
+    notes = dict.fromkeys(
+        f"{TITLES[record['table']]}, {re.split('[/:,]', record['policy'])[1]}: {record['note']}"
+        for record in records
+        if record["note"] not in ("", "anchor")
     )
     screen.print(
         f"{first['rows']:,} rows of {first['requests']} requests. "

@@ -39,7 +39,7 @@ def variation(
             for line in found.to_dicts()
         ]
         model = data.manifest["run"]["model"]["model"]
-        title = f"Pages of C*({gamma:g}): {model}, {found['requests'].max()} requests"
+        title = f"Pages of C*({gamma:g}): {model}, {len(data.shards)} requests"
         screen.print(output.table(title, ["quantity", "ours", "95%", "paper (Llama-3.1-8B)"], rows))
         if not quiet:
             by_layer = needs.group_by("layer").mean().sort("fraction", descending=True)

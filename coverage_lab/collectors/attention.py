@@ -34,8 +34,10 @@ class AttentionCall:
         Sliding window in tokens, the query's own included.
     softcap : float or None
         Cap on the logits.
-    sinks : bool
-        Whether the model adds learned sink logits to the softmax.
+    sinks : Tensor or None
+        `[query heads]`, learned sink logits that the model adds to the softmax.
+    output : Tensor
+        `[batch, new tokens, query heads, D]`, what the model's own attention made of it.
     """
 
     layer: int
@@ -45,7 +47,8 @@ class AttentionCall:
     scaling: float
     window: int | None
     softcap: float | None
-    sinks: bool
+    sinks: Tensor | None
+    output: Tensor
 
 
 _observer: ContextVar[Callable[[AttentionCall], None] | None] = ContextVar("observer", default=None)
@@ -68,12 +71,12 @@ def observed_attention(model: PreTrainedModel, observe: Callable[[AttentionCall]
     base = model.config._attn_implementation or "eager"
     name = _register(base)
     token = _observer.set(observe)
-    model.set_attn_implementation(name)
     try:
+        model.set_attn_implementation(name)
         yield
     finally:
-        model.set_attn_implementation(base)
         _observer.reset(token)
+        model.set_attn_implementation(base)
 
 
 def _register(base: str) -> str:
@@ -86,21 +89,24 @@ def _register(base: str) -> str:
     function = attention.get(base)
 
     def attend(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
-        output = (function or _eager_attention(module))(module, query, key, value, mask, **options)
+        result = (function or _eager_attention(module))(module, query, key, value, attention_mask, **options)
         observe = _observer.get()
         if observe is not None:
-            observe(_call(module, query, key, value, options))
-        return output
+            observe(_call(module, query, key, value, result[0], options))
+        return result
 
-    name = f"coverage_lab_{base}"  # keeps the base's name: transformers looks for "flash" in it
+    # Keeps the base's name, in which transformers looks for "flash"; a slash would name a kernel on the hub.
+    name = f"coverage_lab_{base}".replace("/", "_")
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, masks[base])
     return name
 
 
-def _call(module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> AttentionCall:
+def _call(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor, options: dict[str, Any]
+) -> AttentionCall:
     scaling = options.get("scaling")
     return AttentionCall(
         layer=module.layer_idx,
@@ -110,7 +116,8 @@ def _call(module: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         window=options.get("sliding_window"),
         softcap=options.get("softcap"),
-        sinks=options.get("s_aux") is not None,
+        sinks=options.get("s_aux"),
+        output=output,
     )
 
 

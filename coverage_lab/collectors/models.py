@@ -135,9 +135,17 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None) -
         config = _from_pretrained(AutoConfig, source, name)
         _refuse_config(config, name)
         tokenizer = _from_pretrained(AutoTokenizer, source, name)
-        model = _from_pretrained(AutoModelForCausalLM, source, name, dtype=DTYPES[dtype])
-    model = model.to(target).eval()
-    layers, skipped = probe(model, name)
+        options: dict[str, Any] = {"dtype": DTYPES[dtype], "use_safetensors": True}
+        if getattr(_text_config(config), "attn_logit_softcapping", None):
+            options["attn_implementation"] = "eager"  # SDPA has no cap; older releases leave it out silently
+        model = _from_pretrained(AutoModelForCausalLM, source, name, **options)
+        try:
+            model = model.to(target).eval()
+            layers, skipped = probe(model, name)
+        except torch.OutOfMemoryError:
+            raise CoverageLabError(
+                f"{name} in {dtype} does not fit on {target}; give another --device or a smaller --dtype"
+            ) from None
     identity = {
         "model": name,
         "architecture": type(model).__name__,
@@ -150,6 +158,7 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None) -
     return LoadedModel(model, tokenizer, layers, skipped, identity)
 
 
+@torch.inference_mode()
 def probe(
     model: PreTrainedModel, name: str = "the model"
 ) -> tuple[tuple[LayerGeometry, ...], tuple[int, ...]]:
@@ -163,11 +172,17 @@ def probe(
     """
     calls: dict[int, AttentionCall] = {}
     config = _text_config(model.config)
-    cache = DynamicCache(config=model.config)
-    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    with observed_attention(model, lambda call: calls.__setitem__(call.layer, call)), torch.inference_mode():
-        for _ in range(3):
-            model(token, use_cache=True, **{cache_argument(model): cache})
+    try:
+        cache = DynamicCache(config=model.config)
+        with observed_attention(model, lambda call: calls.__setitem__(call.layer, call)):
+            for token in torch.arange(3, device=model.device):
+                model(token[None, None], use_cache=True, **{cache_argument(model): cache})
+    except (torch.OutOfMemoryError, CoverageLabError):
+        raise
+    except Exception as error:  # whatever a model's own code raises
+        raise CoverageLabError(
+            f"{name} can't be recorded: three tokens failed ({_one_line(error)})"
+        ) from error
 
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     attention_layers = [
@@ -186,6 +201,11 @@ def probe(
             raise CoverageLabError(
                 f"{name} can't be recorded: {query_heads} query heads on {kv_heads} KV heads"
             )
+        if not _explained(call):
+            raise CoverageLabError(
+                f"{name} can't be recorded: attention of layer {index} ({type(model).__name__}) is more than "
+                "a softmax of q . k over all cached tokens"
+            )
         layers.append(
             LayerGeometry(
                 layer=index,
@@ -196,12 +216,29 @@ def probe(
                 scaling=call.scaling,
                 window=call.window,
                 softcap=call.softcap,
-                sinks=call.sinks,
+                sinks=call.sinks is not None,
             )
         )
     if len({(layer.query_heads, layer.kv_heads) for layer in layers}) > 1:
         raise CoverageLabError(f"{name} can't be recorded: its layers have different numbers of heads")
     return tuple(layers), tuple(index for index in range(config.num_hidden_layers) if index not in calls)
+
+
+def _explained(call: AttentionCall) -> bool:
+    """Whether the third token's attention follows from what is recorded of it (no bias, no other mask)."""
+    if call.key.shape[-2] != min(3, call.window or 3):
+        return False
+    # [KV heads, G, D] and [KV heads, 3, D]
+    query = call.query[0, :, 0].unflatten(0, (call.key.shape[1], -1)).float()
+    logits = call.scaling * query @ call.key[0].float().transpose(-1, -2)
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    if call.sinks is not None:
+        logits = torch.cat([logits, call.sinks.float().view(*logits.shape[:2], 1)], -1)
+    weights = logits.softmax(-1)[..., : call.key.shape[-2]]
+    expected = (weights @ call.value[0].float()).flatten(0, 1)
+    difference = (call.output[0, 0].float() - expected).abs().max()
+    return not bool(difference > 0.02 * expected.abs().max())  # NaN is for the logits to show
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
@@ -299,15 +336,15 @@ def _converted(gguf: Path) -> Path:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    source: dict[str, Any] = {"gguf_file": gguf.name}
+    source: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
     with _quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, dtype=torch.float32, **_dequantized(), **source
             )
-        except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-            raise CoverageLabError(f"transformers can't read {gguf}: {_one_line(error)}") from None
+        except Exception as error:  # of transformers and the gguf package
+            raise CoverageLabError(f"transformers can't read {gguf}: {_one_line(error)}") from error
         tokenizer.save_pretrained(directory)
         model.save_pretrained(directory)
 
@@ -323,15 +360,18 @@ def _dequantized() -> dict[str, Any]:
 
 def _from_pretrained(kind: Any, source: str, name: str, **options: Any) -> Any:
     try:
-        return kind.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        return kind.from_pretrained(source, trust_remote_code=False, **options)
+    except Exception as error:  # of transformers, the hub client, safetensors and other parsers
         what = {AutoConfig: "configuration", AutoTokenizer: "tokenizer"}.get(kind, "weights")
-        if not Path(source).is_dir():
-            raise CoverageLabError(
-                f"unknown model {name!r}: no such directory, and the hub gave no {what} "
-                f"({_one_line(error)}); known without a hub: {', '.join(PACKAGED)}"
-            ) from None
-        raise CoverageLabError(f"the {what} of {name!r} can't be loaded: {_one_line(error)}") from None
+        reason = _one_line(error)
+        if "custom code" in reason:
+            reason = "it comes with code of its own, and coverage-lab runs no code of a model"
+        if Path(source).is_dir():
+            raise CoverageLabError(f"the {what} of {name!r} can't be loaded: {reason}") from error
+        raise CoverageLabError(
+            f"unknown model {name!r}: no such directory, and the hub gave no {what} ({reason}); "
+            f"known without a hub: {', '.join(PACKAGED)}"
+        ) from error
 
 
 def _refuse_config(config: Any, name: str) -> None:
@@ -348,7 +388,7 @@ def _refuse_config(config: Any, name: str) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 @contextmanager

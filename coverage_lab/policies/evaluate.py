@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coverage_lab.kernels.select.reference import Ranking, coverage_counts, rank
+from coverage_lab.kernels.select.reference import Ranking, oracle_counts
 from coverage_lab.pages import Rows
-from coverage_lab.policies.budgets import Budget
 from coverage_lab.policies.policy import Policy
 from coverage_lab.trace import Block, Trace
-from coverage_lab.trace.schema import share_column
+from coverage_lab.trace.schema import oracle_column, share_column
 
 # Realised coverage is counted in bins of this width, which bounds the error of its quantiles.
 COVERAGE_BINS = 10_000
@@ -101,7 +100,7 @@ def evaluate(
         name: np.zeros((n_requests, n_policies)) for name in ("kept", "kept_tokens", "coverage", "covered")
     }
     histogram = np.zeros((n_policies, COVERAGE_BINS + 1))
-    for block, view in _views(trace, policies_of(0), progress):
+    for block, view in _views(trace, policies_of(0), progress, target):
         r = block.request
         oracle_pages, oracle_tokens = view.oracle(target)
         per_request["rows"][r] += len(view.rows)
@@ -147,10 +146,13 @@ def policy_counts(
 
 
 def _views(
-    trace: Trace, policies: Sequence[Policy], progress: Callable[[int], None]
+    trace: Trace, policies: Sequence[Policy], progress: Callable[[int], None], target: float | None = None
 ) -> Iterator[tuple[Block, _View]]:
     done = 0
-    for block in trace.blocks(_columns(policies, trace)):
+    columns = _columns(policies, trace)
+    if target in trace.gammas:
+        columns.append(oracle_column(target))
+    for block in trace.blocks(columns):
         while done < block.request:
             progress(done)
             done += 1
@@ -190,11 +192,15 @@ class _View:
 
     def oracle(self, target: float) -> tuple[int, int]:
         """Pages and tokens of C*(target), over all rows."""
-        ranking = rank(self.exact, self.rows, torch.zeros_like(self.exact, dtype=torch.bool))
-        counts = coverage_counts(ranking, torch.tensor([target], dtype=torch.float64))
-        current = ranking.order == self.rows.n_pages[:, None] - 1
-        has_current = (current & (torch.arange(current.shape[1]) < counts)).any(1)
-        tokens = counts[:, 0] * self.rows.page_size - self._missing() * has_current
+        recorded = self._block.columns.get(oracle_column(target))
+        if recorded is None:
+            counts = oracle_counts(self.exact, self.rows, torch.tensor([target], dtype=torch.float64))[:, 0]
+        else:
+            counts = torch.from_numpy(recorded)
+        # The current page is the last one, so every page that ties with it comes first.
+        current = self.exact.gather(1, self.rows.n_pages[:, None] - 1)
+        ahead = (self.exact >= current) & self.rows.valid(self.exact.shape[1])
+        tokens = counts * self.rows.page_size - self._missing() * (ahead.sum(1) <= counts)
         return int(counts.sum()), int(tokens.sum())
 
     def tokens(self, kept: Tensor) -> np.ndarray:
@@ -203,10 +209,10 @@ class _View:
 
     def ranked(self, policy: Policy) -> tuple[Ranking, Tensor]:
         """The ranking of a policy, and the exact coverage of its first k + 1 pages."""
-        by_share = type(policy.budget).rank is Budget.rank
-        key = (policy.estimator, policy.granularity, None if by_share else policy.budget)
+        estimator = policy.estimator.name if policy.budget.reads_shares else "exact"
+        key = (estimator, policy.granularity, policy.budget.order())
         if key not in self._ranked:
-            shares = self.shares(policy.estimator.name, policy.granularity) if by_share else self.exact
+            shares = self.shares(estimator, policy.granularity)
             ranking = policy.budget.rank(shares, self.geometry(policy.granularity))
             self._ranked[key] = ranking, self.exact.gather(1, ranking.order).cumsum(1)
         return self._ranked[key]
@@ -250,9 +256,8 @@ def _grouped(policies: Sequence[Policy]) -> Iterator[list[int]]:
     """Yield the places of policies whose counts come from one ranking in one call."""
     groups: dict[object, list[int]] = defaultdict(list)
     for index, policy in enumerate(policies):
-        kind = type(policy.budget)
-        ranking = None if kind.rank is Budget.rank else policy.budget
-        groups[policy.estimator, policy.granularity, kind, ranking].append(index)
+        budget = policy.budget
+        groups[policy.estimator, policy.granularity, type(budget), budget.order()].append(index)
     yield from groups.values()
 
 

@@ -37,16 +37,17 @@ class GroupCounts:
             return self._profile(by, (groups * pages).sum(-1) / groups.sum(-1))
 
     def quantile(self, q: float, by: Literal["layer", "kv_head"]) -> Profile:
-        """Return for every group the count within which a fraction q of its rows stay (interpolated)."""
+        """Return the q-quantile of the counts of every group, interpolated between its rows."""
         groups = self._groups(by)
-        wanted = q * groups.sum(-1, keepdims=True)
-        reached = groups.cumsum(-1)
-        count = (reached < wanted).sum(-1, keepdims=True).clip(max=groups.shape[-1] - 1)
-        rows = np.take_along_axis(groups, count, -1)
-        before = np.take_along_axis(reached, count, -1) - rows
-        with np.errstate(invalid="ignore", divide="ignore"):
-            counts = (count - 1 + (wanted - before) / rows)[..., 0]
-        return self._profile(by, np.maximum(counts, 1))
+        rows = groups.sum(-1)
+        place = q * np.maximum(rows - 1, 0)
+        low = np.floor(place)
+        high = np.minimum(low + 1, np.maximum(rows - 1, 0))
+        ranked = groups.cumsum(-1)
+        # The row of rank i has as many pages as there are counts that no more than i rows stay within.
+        at_low, at_high = ((ranked <= rank[..., None]).sum(-1) for rank in (low, high))
+        counts = at_low + (place - low) * (at_high - at_low)
+        return self._profile(by, np.where(rows > 0, counts, np.nan))
 
     def _groups(self, by: str) -> np.ndarray:
         return self.histogram.sum(1, keepdims=True) if by == "layer" else self.histogram

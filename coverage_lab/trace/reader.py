@@ -29,6 +29,7 @@ class Shard:
     request_id: str
     path: Path
     rows: int
+    max_pages: int
     sha256: str
 
 
@@ -114,7 +115,7 @@ class Trace:
     def shards(self) -> list[Shard]:
         """The row files, in the order of the requests; failed and empty requests have none."""
         found = [
-            Shard(Path(f["path"]).stem, self.path / f["path"], f["rows"], f["sha256"])
+            Shard(Path(f["path"]).stem, self.path / f["path"], f["rows"], f["max_pages"], f["sha256"])
             for f in self.manifest["files"]
             if f["path"].startswith(f"{schema.ROWS}/")
         ]
@@ -125,7 +126,7 @@ class Trace:
     @cached_property
     def max_pages(self) -> int:
         """Pages of the longest row."""
-        return int(self.scan().select(pl.col("n_pages").max()).collect().item())
+        return max(shard.max_pages for shard in self.shards)
 
     def verify(self) -> None:
         """Raise CoverageLabError if a file differs from the sha256 in the manifest, naming it."""
@@ -165,9 +166,10 @@ class Trace:
             Most elements of a padded matrix.
         """
         self.require(columns)
+        layers, kv_heads = len(self.geometry["layers"]), int(self.geometry["kv_heads"])
         for request, shard in enumerate(self.shards):
             self._verify(shard.path, shard.sha256)
-            yield from _shard_blocks(request, shard, columns, elements)
+            yield from _shard_blocks(request, shard, layers, kv_heads, columns, elements)
 
     def _verify(self, path: Path, sha256: str) -> None:
         if path in self._intact:
@@ -204,48 +206,31 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _shard_blocks(request: int, shard: Shard, columns: Sequence[str], elements: int) -> Iterator[Block]:
-    shape = (
-        pl.scan_parquet(shard.path)
-        .select(
-            pl.col("layer").n_unique(),
-            pl.col("kv_head").n_unique(),
-            pl.col("step").n_unique(),
-            pl.col("n_pages").max(),
-        )
-        .collect()
-        .row(0)
-    )
-    layers, kv_heads, steps, width = (int(value) for value in shape)
-    a_layer = kv_heads * steps
-    together = max(1, elements // (a_layer * width))
+def _shard_blocks(
+    request: int, shard: Shard, layers: int, kv_heads: int, columns: Sequence[str], elements: int
+) -> Iterator[Block]:
+    a_layer = shard.rows // layers
+    together = max(1, elements // (a_layer * shard.max_pages))
+    wanted = [*_GEOMETRY, *(column for column in columns if column not in _GEOMETRY)]
     for first in range(0, layers, together):
         count = min(together, layers - first)
-        frame = (
-            pl.scan_parquet(shard.path)
-            .slice(first * a_layer, count * a_layer)
-            .select(*_GEOMETRY, *(c for c in columns if c not in _GEOMETRY))
-            .collect()
-        )
-        yield Block(request, count, kv_heads, steps, _arrays(frame))
+        if count == layers:
+            frame = pl.read_parquet(shard.path, columns=wanted)
+        else:
+            rows = pl.scan_parquet(shard.path).slice(first * a_layer, count * a_layer)
+            frame = rows.select(wanted).collect()
+        yield Block(request, count, kv_heads, a_layer // kv_heads, _arrays(frame))
 
 
 def _arrays(frame: pl.DataFrame) -> dict[str, np.ndarray]:
     n_pages = frame["n_pages"].to_numpy()
     width = int(n_pages.max())
-    ragged = int(n_pages.min()) < width
-    valid = np.arange(width) < n_pages[:, None] if ragged else None
+    valid = np.arange(width) < n_pages[:, None]
     arrays: dict[str, np.ndarray] = {}
-    for series in frame:
-        if not isinstance(series.dtype, pl.List):
-            kind = np.int64 if series.dtype.is_integer() else np.float64
-            arrays[series.name] = series.to_numpy().astype(kind)
-            continue
-        flat = series.explode().to_numpy()
-        if valid is None:
-            arrays[series.name] = flat.reshape(-1, width).astype(np.float32)
-        else:
-            padded = np.zeros((len(n_pages), width), np.float32)
-            padded[valid] = flat
-            arrays[series.name] = padded
+    for series in frame.select(pl.col("*").exclude(pl.List)):
+        arrays[series.name] = series.to_numpy().astype(np.int64 if series.dtype.is_integer() else np.float64)
+    # The lists of a row all have its number of pages, so they unfold together.
+    for series in frame.select(pl.col(pl.List).explode()):
+        arrays[series.name] = np.zeros((len(n_pages), width), np.float32)
+        arrays[series.name][valid] = series.to_numpy()
     return arrays

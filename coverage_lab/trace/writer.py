@@ -135,9 +135,8 @@ class TraceWriter:
             if rows is not None and len(rows):
                 buffer = BytesIO()
                 rows.write_parquet(buffer, compression="zstd", row_group_size=row_group, statistics=True)
-                files.append(
-                    self._add(f"{schema.ROWS}/{request_id}.parquet", buffer.getvalue(), rows=len(rows))
-                )
+                shape = {"rows": len(rows), "max_pages": int(rows["n_pages"].max())}  # type: ignore[arg-type]
+                files.append(self._add(f"{schema.ROWS}/{request_id}.parquet", buffer.getvalue(), **shape))
             if tensors is not None:
                 (self.path / schema.TENSORS).mkdir(exist_ok=True)
                 files.append(self._add(f"{schema.TENSORS}/{request_id}.safetensors", tensors))

@@ -18,6 +18,7 @@ from coverage_lab.pages import Rows
 
 ONE = 1 << 30
 _COLUMN_BITS = 16
+_CLASS_BIT = 48
 _COLUMN_MASK = (1 << _COLUMN_BITS) - 1
 MAX_WIDTH = 1 << _COLUMN_BITS
 
@@ -50,7 +51,7 @@ class Ranking:
 
 def fixed_point(shares: Tensor) -> Tensor:
     """Return shares in [0, 1] as int64 in units of 2**-30; NaN counts as no share."""
-    return (shares.double().nan_to_num(0.0) * ONE).round_().long().clamp_(0, ONE)
+    return (shares.float() * ONE).nan_to_num_(0.0).round_().clamp_(0, ONE).long()
 
 
 def rank(shares: Tensor, rows: Rows, forced: Tensor | None = None) -> Ranking:
@@ -75,18 +76,18 @@ def rank(shares: Tensor, rows: Rows, forced: Tensor | None = None) -> Ranking:
         raise ValueError(f"shares: {width} pages a row; at most {MAX_WIDTH} can be ranked")
     forced = rows.forced(width) if forced is None else forced
     valid = rows.valid(width)
-    # One integer a page, ascending: class (forced, kept on merit, padding), then falling share, then column.
-    place = torch.where(valid, (~(forced & valid)).long(), 2)
-    columns = torch.arange(width, device=shares.device)
-    key = (place << 48) | ((ONE - fixed_point(shares)) << _COLUMN_BITS) | columns
-    key = _sorted(key)
-    mass = torch.where(key >> 48 < 2, ONE - ((key >> _COLUMN_BITS) & (2 * ONE - 1)), 0)
+    forced = forced & valid
+    # One integer a page: forced, on merit or padding; then falling share; then column. Sorting it sorts all.
+    mass = fixed_point(shares).masked_fill_(~valid, 0)
+    key = ((ONE - mass) << _COLUMN_BITS).add_(torch.arange(width, device=shares.device))
+    key = _sorted(key.add_((~valid).long().sub_(forced.long()) << _CLASS_BIT))
+    mass = ONE - ((key >> _COLUMN_BITS) & (2 * ONE - 1))
     return Ranking(
         order=key & _COLUMN_MASK,
         mass=mass,
         covered=mass.cumsum(1),
         rows=rows,
-        n_forced=(forced & valid).sum(1),
+        n_forced=forced.sum(1),
     )
 
 

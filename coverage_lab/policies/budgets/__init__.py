@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Budget:
     """Base class of budgets: rank the pages, then keep the first few.
 
-    A subclass gives `count` (and `rank`, where pages are not ranked by share).
+    A subclass gives `count` (and `rank` with `order`, where pages are not ranked by share).
 
     Attributes
     ----------
@@ -38,6 +38,10 @@ class Budget:
     source: ClassVar[str]
     primary: ClassVar[str]
     reads_shares: ClassVar[bool] = True
+
+    def order(self) -> Hashable:
+        """Return what decides the order beside the shares: budgets with the same one share a ranking."""
+        return None
 
     def rank(self, shares: Tensor, rows: Rows) -> Ranking:
         """Return the order in which pages are kept: forced pages, then by falling share."""

@@ -1,8 +1,10 @@
 """Every page above a share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from coverage_lab.errors import CoverageLabError
@@ -32,15 +34,17 @@ class Threshold(Budget):
             raise CoverageLabError(f"threshold: share {self.share} is not in [0, 1]; try 0.005")
 
     def count(self, ranking: Ranking) -> Tensor:
-        n_pages = ranking.rows.n_pages
-        if self.share == 0:
-            return n_pages
-        # Only pages of the row have mass, so padding never counts. Forced pages come first in the ranking
-        # and count even below the threshold.
-        above = ranking.mass >= max(1, round(self.share * ONE))
-        above.scatter_(1, (ranking.n_forced - 1)[:, None], True)
-        above[:, 0] = True
-        return above.sum(1).minimum(n_pages)
+        return self.counts(ranking, [self])[:, 0]
+
+    @classmethod
+    def counts(cls, ranking: Ranking, budgets: Sequence[Self]) -> Tensor:
+        device = ranking.mass.device
+        shares = torch.tensor([round(budget.share * ONE) for budget in budgets], device=device)
+        # Forced pages come first and count whatever their share; after them the mass falls.
+        places = torch.arange(ranking.mass.shape[1], device=device)
+        falling = ranking.mass.masked_fill(places < ranking.n_forced[:, None], 2 * ONE)
+        counts = torch.searchsorted(-falling, -shares.expand(len(falling), -1).contiguous(), right=True)
+        return counts.minimum(ranking.rows.n_pages[:, None])
 
     def at(self, level: float, max_pages: int) -> Self:
         # Shares spread over nine decades, the resolution of fixed point.

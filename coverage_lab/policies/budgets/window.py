@@ -1,5 +1,6 @@
 """The first pages and the latest ones, whatever the query."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Self
 
@@ -38,6 +39,9 @@ class Window(Budget):
             raise CoverageLabError(
                 f"window: local={self.local} and sink={self.sink} must be at least 1 page each"
             )
+
+    def order(self) -> Hashable:
+        return self.name, self.sink
 
     def rank(self, shares: Tensor, rows: Rows) -> Ranking:
         width = shares.shape[1]
