@@ -45,7 +45,9 @@ collect(CollectOptions(model="smollm2", dataset="docs", limit=1, output=Path(sys
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=24)
     options = parser.parse_args()

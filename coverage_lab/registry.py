@@ -18,6 +18,10 @@ def unknown(kind: str, name: str, known: list[str]) -> CoverageLabError:
     return CoverageLabError(f"unknown {kind} {name!r}; {hint}")
 
 
+def _place(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
+
+
 class Registry(Generic[T]):
     """Map names to classes that register themselves with a decorator.
 
@@ -50,7 +54,7 @@ class Registry(Generic[T]):
         def decorate(cls: type[T]) -> type[T]:
             held = self._classes.get(name)
             # A reloaded module or a re-run notebook cell defines the same class again.
-            if held is not None and held.__qualname__ != cls.__qualname__:
+            if held is not None and _place(held) != _place(cls):
                 raise CoverageLabError(
                     f"{self.kind} {name!r} is taken by {held.__module__}.{held.__qualname__}; "
                     "choose another name"

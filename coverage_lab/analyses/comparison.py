@@ -17,6 +17,7 @@ TITLES = {
     "same_reads": "Same reads",
     "given": "Policies as given",
 }
+NONE = "none"
 _AXES = {
     "same_guarantee": ("tokens_over_oracle", "tokens read, relative to the oracle set"),
     "same_reads": ("rows_below_target", "rows below the target coverage"),
@@ -35,7 +36,12 @@ def to_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
     """Return records of a comparison as a frame, with `estimator` and `budget` split off the policy."""
     frame = pl.DataFrame(records, infer_schema_length=None)
     names = pl.col("policy").str.extract_groups(r"^(?<estimator>[^/]+)/(?<budget>[^:,@]+(?::per-[a-z_]+)?)")
-    return frame.with_columns(names.struct.field("estimator"), names.struct.field("budget"))
+    frame = frame.with_columns(names.struct.field("estimator"), names.struct.field("budget"))
+    # A budget that reads no shares belongs to no estimator, whatever its text begins with.
+    reads_none = pl.col("reads_metadata") == 0
+    return frame.with_columns(
+        pl.when(reads_none).then(pl.lit(NONE)).otherwise("estimator").alias("estimator")
+    )
 
 
 def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
@@ -48,12 +54,14 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     column, label = _AXES[kind]
     line = "policy" if kind == "given" else "budget"
     lines = table.group_by(line).agg(pl.col(column).min()).sort(column, line)[line].to_list()
-    estimators = sorted(table["estimator"].unique(), key=lambda name: (name != "exact", name))
-    for place, (estimator, colour) in enumerate(
-        zip(estimators, seaborn.color_palette("colorblind"), strict=False)
-    ):
+    estimators = sorted(set(table["estimator"]) - {NONE}, key=lambda name: (name != "exact", name))
+    colours = dict(zip(estimators, seaborn.color_palette("colorblind", len(estimators)), strict=True))
+    for estimator, colour in {**colours, NONE: (0.5, 0.5, 0.5)}.items():
         part = table.filter(pl.col("estimator") == estimator)
-        offset = 0.0 if kind == "given" else 0.16 * (place - (len(estimators) - 1) / 2)
+        if part.is_empty():
+            continue
+        alone = kind == "given" or estimator == NONE
+        offset = 0.0 if alone else 0.16 * (estimators.index(estimator) - (len(estimators) - 1) / 2)
         heights = [lines.index(name) + offset for name in part[line]]
         ax.hlines(heights, part["ci_low"], part["ci_high"], color=colour, lw=2, alpha=0.6)
         ax.plot(part[column], heights, "o", color=colour, ms=5, label=estimator)

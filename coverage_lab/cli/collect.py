@@ -28,8 +28,8 @@ def collect(
     ] = False,
     page_size: Annotated[int, typer.Option(help="Tokens a page, a power of two.")] = 64,
     estimators: Annotated[
-        str, typer.Option(help="Comma-separated estimators; exact always is.")
-    ] = "exact,mvar",
+        str | None, typer.Option(help="Comma-separated estimators; exact always is, and mvar by default.")
+    ] = None,
     gammas: Annotated[
         str, typer.Option(help="Coverages whose oracle counts are stored.")
     ] = "0.9,0.95,0.98,0.99",
@@ -64,8 +64,8 @@ def collect(
     """
     from coverage_lab.errors import CoverageLabError
 
-    if record == "counts" and set(names(estimators)) - {"exact", "mvar"}:
-        raise CoverageLabError("--record counts stores no shares, so no estimators; drop --estimators")
+    if record == "counts" and set(names(estimators)) - {"exact"}:
+        raise CoverageLabError("--record counts stores no shares, so no estimates; leave out --estimators")
     from rich.console import Console
 
     from coverage_lab.cli.progress import CollectProgress
@@ -84,7 +84,7 @@ def collect(
         decode=decode,  # type: ignore[arg-type]
         ignore_eos=ignore_eos,
         page_size=page_size,
-        estimators=names(estimators),
+        estimators=names(estimators) or CollectOptions.estimators,
         gammas=numbers(gammas, "--gammas"),
         record=record,  # type: ignore[arg-type]
         share_dtype=share_dtype,  # type: ignore[arg-type]

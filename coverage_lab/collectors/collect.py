@@ -28,7 +28,7 @@ from coverage_lab.pages import check_page_size
 from coverage_lab.policies.estimators import estimators
 from coverage_lab.registry import unknown
 from coverage_lab.trace.schema import ROUNDING
-from coverage_lab.trace.writer import TraceWriter
+from coverage_lab.trace.writer import TraceWriter, check_directory
 
 RECORDS = ("shares", "counts", "query-heads", "tensors")
 
@@ -206,10 +206,12 @@ def collect(
     dataset = datasets.get(options.dataset)(
         path=options.data_dir, tasks=options.tasks, limit=options.limit, seed=options.seed
     )
+    described = dataset.describe()
+    check_directory(options.output)
     loaded = loaded or load_model(options.model, options.dtype, options.device)
     _check_windows(loaded, options.page_size)
     requests = _prepare(options, dataset, loaded)
-    run = _run(options, dataset, loaded)
+    run = _run(options, described, loaded)
     with TraceWriter(options.output, run) as writer:
         if not writer.finished:
             _record(options, loaded, requests, writer, reporter)
@@ -259,7 +261,7 @@ def _prepare(options: CollectOptions, dataset: Dataset, loaded: LoadedModel) -> 
     return requests
 
 
-def _run(options: CollectOptions, dataset: Dataset, loaded: LoadedModel) -> dict[str, Any]:
+def _run(options: CollectOptions, described: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
     """Everything that decides the bytes of the trace."""
     keep = {
         key: value
@@ -267,7 +269,7 @@ def _run(options: CollectOptions, dataset: Dataset, loaded: LoadedModel) -> dict
         if key not in ("output", "model", "dtype", "device")
     }
     keep["data_dir"] = None if options.data_dir is None else str(options.data_dir)
-    keep["dataset"] = {"name": options.dataset, **dataset.describe()}
+    keep["dataset"] = {"name": options.dataset, **described}
     return {
         **keep,
         "model": loaded.identity,

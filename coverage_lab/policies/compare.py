@@ -102,34 +102,31 @@ def same_guarantee(
     )
     families = _families(trace, lambda estimator, by: _quantile_family(estimator, by, needs))
 
-    def reached(result: Evaluation) -> np.ndarray:
-        return np.asarray(result.covered.sum(0) / result.rows.sum() >= target_rows)
-
-    wide: Evaluation | None = None
+    tried: list[_Tried] = []
     brackets = np.tile([0.0, 1.0], (len(families), 1))
     for number in range(3):
-        grid, result = _try_levels(trace, families, brackets, target_coverage, pace)
-        met = reached(result).reshape(len(families), LEVELS)
+        tried.append(_try_levels(trace, families, brackets, target_coverage, pace))
+        result, grid = tried[-1].result, tried[-1].levels
+        met = (result.covered.sum(0) >= target_rows * result.rows.sum()).reshape(len(families), LEVELS)
         met[:, -1] = True  # the top level reads all it can
         first = met.argmax(1)
-        if number == 1:
-            wide = result
-        # After the first pass a margin stays, wide enough for what resampling moves.
+        # After the first pass a margin stays: resampling the requests moves the level.
         margin = 2 if number == 0 else 1
         low, high = np.maximum(first - margin, 0), np.minimum(first + margin - 1, LEVELS - 1)
         places = np.arange(len(families))
         brackets = np.stack([grid[places, low], grid[places, high]], 1)
     chosen = brackets[:, 1]
-    assert wide is not None
     final = evaluate(trace, _policies(families, chosen), target_coverage, progress=pace.step)
     records = []
     for index, family in enumerate(families):
         policy = family.at(float(chosen[index]), 0)
-        low_high = _resized_interval(wide, index, target_rows, seed)
+        low_high = _resized_interval(tried[:2], index, target_rows, seed)
         headline = ("tokens_over_oracle", low_high)
         line = record("same_guarantee", policy, final, index, trace, seed, headline, family.note)
         if isinstance(policy.budget, Profiled):
             line["requested"] = round(float(chosen[index]), 4)  # the quantile
+        if final.covered[:, index].sum() < target_rows * final.rows.sum():
+            line["note"] = _joined(line["note"], "guarantee not reached")
         records.append(line)
     return records
 
@@ -163,7 +160,8 @@ def same_reads(
     families = _families(trace, lambda estimator, by: _scaled_family(estimator, by, fitted))
     brackets = np.tile([0.0, 1.0], (len(families), 1))
     for _ in range(3):
-        grid, result = _try_levels(trace, families, brackets, target_coverage, pace)
+        passed = _try_levels(trace, families, brackets, target_coverage, pace)
+        grid, result = passed.levels, passed.result
         got = (result.kept.sum(0) / result.pages.sum()).reshape(len(families), LEVELS)
         best = np.abs(got - reads).argmin(1)
         above = np.minimum((got < reads).sum(1), LEVELS - 1)
@@ -179,7 +177,7 @@ def same_reads(
         policy = family.at(float(chosen[index]), 0)
         line = record("same_reads", policy, final, index + 1, trace, seed, note=family.note)
         if abs(line["reads"] / reads - 1) > READS_TOLERANCE:
-            line["note"] = "; ".join(filter(None, [line["note"], "reads could not be matched"]))
+            line["note"] = _joined(line["note"], "reads could not be matched")
         if not (policy == reference and line["reads"] == records[0]["reads"]):
             records.append(line)
     return records
@@ -220,14 +218,10 @@ def record(
     rows = result.rows.sum()
     below = result.rows - result.covered[:, index]
     ci_of, (low, high) = headline or ("rows_below_target", ratio_interval(below, result.rows, seed))
-    budget = policy.budget
-    requested = (
-        getattr(budget, "scale", None) if isinstance(budget, Profiled) else getattr(budget, budget.primary)
-    )
     return {
         "table": table,
         "policy": str(policy),
-        "requested": requested,
+        "requested": policy.budget.requested(),
         "reads": float(result.kept[:, index].sum() / result.pages.sum()),
         "reads_metadata": _metadata(policy, trace),
         "pages_over_oracle": float(result.kept[:, index].sum() / result.oracle_pages.sum()),
@@ -243,6 +237,10 @@ def record(
         "requests": len(result.rows),
         "note": note,
     }
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
 
 
 def _metadata(policy: Policy, trace: Trace) -> float:
@@ -325,28 +323,49 @@ def _policies(families: Sequence[Family], levels: np.ndarray) -> Callable[[int],
     return lambda request: parts[request % FOLDS]
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """One pass of a search: `levels` is `[families, LEVELS]`, `result` has a policy for each cell."""
+
+    levels: np.ndarray
+    result: Evaluation
+
+    def of(self, family: int, sums: str) -> np.ndarray:
+        """`[requests, LEVELS]` of one family."""
+        values: np.ndarray = getattr(self.result, sums)[:, family * LEVELS : (family + 1) * LEVELS]
+        return values
+
+
 def _try_levels(
     trace: Trace, families: Sequence[Family], brackets: np.ndarray, target: float, pace: _Pace
-) -> tuple[np.ndarray, Evaluation]:
+) -> _Tried:
     grid = np.linspace(brackets[:, 0], brackets[:, 1], LEVELS, axis=1)  # [families, LEVELS]
     repeated = [family for family in families for _ in range(LEVELS)]
     result = evaluate(trace, _policies(repeated, grid.ravel()), target, quantiles=False, progress=pace.step)
-    return grid, result
+    return _Tried(grid, result)
 
 
-def _resized_interval(wide: Evaluation, family: int, target_rows: float, seed: int) -> tuple[float, float]:
+def _resized_interval(
+    tried: Sequence[_Tried], family: int, target_rows: float, seed: int
+) -> tuple[float, float]:
     """Interval of tokens over oracle tokens, the budget sized anew in every resample of the requests."""
-    if len(wide.rows) < 2:
+    first_pass = tried[0].result
+    if len(first_pass.rows) < 2:
         return float("nan"), float("nan")
-    columns = slice(family * LEVELS, (family + 1) * LEVELS)
-    weights = resample_weights(len(wide.rows), seed)
-    share = (weights @ wide.covered[:, columns]) / (weights @ wide.rows)[:, None]
-    ratio = (weights @ wide.kept_tokens[:, columns]) / (weights @ wide.oracle_tokens)[:, None]
+    order = np.concatenate([part.levels[family] for part in tried]).argsort(kind="stable")
+    covered, tokens = (
+        np.concatenate([part.of(family, sums) for part in tried], 1)[:, order]
+        for sums in ("covered", "kept_tokens")
+    )
+    weights = resample_weights(len(first_pass.rows), seed)
+    share = (weights @ covered) / (weights @ first_pass.rows)[:, None]
+    ratio = (weights @ tokens) / (weights @ first_pass.oracle_tokens)[:, None]
     met = share >= target_rows
     met[:, -1] = True
     first = met.argmax(1)
     before = np.maximum(first - 1, 0)
     draws = np.arange(len(weights))
+    # Between two levels the ratio is taken where the line through their shares meets the target.
     gap = share[draws, first] - share[draws, before]
     part = np.where(gap > 0, (target_rows - share[draws, before]) / np.where(gap > 0, gap, 1), 1.0).clip(0, 1)
     return interval(ratio[draws, before] + part * (ratio[draws, first] - ratio[draws, before]))

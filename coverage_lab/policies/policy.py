@@ -46,10 +46,16 @@ class Policy:
     granularity: Granularity = "kv_head"
     dense_layers: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise unknown("granularity", str(self.granularity), list(GRANULARITIES))
+
     def __str__(self) -> str:
         options = _changed_options(self.budget)
         primary = options.pop(self.budget.primary, None)
         arguments = [] if primary is None else [_format(primary)]
+        if "=" in "".join(arguments):  # a file name that would read like an option
+            arguments = [f"{self.budget.primary}={arguments[0]}"]
         arguments += [f"{key}={_format(value)}" for key, value in options.items()]
         if self.dense_layers:
             arguments.append(f"dense_layers={_format_ranges(self.dense_layers)}")
@@ -75,19 +81,16 @@ class Policy:
         estimator = estimators.get(head)()
         budget_class = budgets.get(name)
         options: dict[str, Any] = {}
-        dense: tuple[int, ...] = ()
         for place, argument in enumerate(arguments.split(",") if arguments else []):
             key, equals, value = argument.partition("=")
             if not equals and place == 0:
                 key, value = budget_class.primary, argument
             elif not equals:
                 raise CoverageLabError(f"policy {text!r}: {argument!r} is not of the form key=value")
-            if key == "dense_layers":
-                dense = _parse_ranges(value, text)
-            elif key in options:
+            if key in options:
                 raise CoverageLabError(f"policy {text!r}: {key!r} is given twice")
-            else:
-                options[key] = _convert(budget_class, key, value, text)
+            options[key] = _convert(budget_class, key, value, text)
+        dense: tuple[int, ...] = options.pop("dense_layers", ())
         return cls(
             estimator=estimator, budget=budget_class(**options), granularity=granularity, dense_layers=dense
         )
@@ -149,6 +152,8 @@ def _split_granularity(rest: str) -> tuple[str, Granularity]:
 
 
 def _convert(budget_class: type[Budget], key: str, value: str, text: str) -> Any:
+    if key == "dense_layers":
+        return _parse_ranges(value, text)
     visible = {field.name for field in fields(budget_class) if field.repr}
     if key not in visible:
         raise unknown(f"option of {budget_class.name}", key, sorted(visible | {"dense_layers"}))
@@ -192,5 +197,7 @@ def _parse_ranges(value: str, text: str) -> tuple[int, ...]:
         if not match:
             raise CoverageLabError(f"policy {text!r}: dense_layers={value!r} is not like 0-1+5")
         first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise CoverageLabError(f"policy {text!r}: dense_layers={value!r} runs backwards")
         layers.update(range(first, last + 1))
     return tuple(sorted(layers))

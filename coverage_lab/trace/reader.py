@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -149,7 +150,7 @@ class Trace:
                 way = f"--gammas {column.removeprefix('oracle_pages_')}"
             elif self.manifest["run"]["record"] == "counts":
                 way = "--record shares"
-            elif "_q" in column:
+            elif re.search(r"_q\d+$", column):
                 way = "--record query-heads"
             else:
                 way = f"--estimators {','.join([*self.estimators, column.removeprefix('share_')])}"
@@ -203,6 +204,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CoverageLabError(
             f"{path} has trace schema {version}; this coverage-lab reads up to {schema.VERSION}: upgrade it"
         )
+    for part in ("run", "geometry", "files"):
+        if part not in manifest:
+            raise CoverageLabError(f"{path / schema.MANIFEST} has no {part!r}; restore it")
     return manifest
 
 

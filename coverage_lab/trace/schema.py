@@ -31,7 +31,7 @@ def share_column(estimator: str, query_head: int | None = None) -> str:
 
 def oracle_column(gamma: float) -> str:
     """Return the name of the column with the size of C*(gamma)."""
-    return f"oracle_pages_{gamma:g}"
+    return f"oracle_pages_{gamma:.10g}"
 
 
 def write_atomic(path: Path, data: bytes) -> str:

@@ -61,24 +61,24 @@ class TraceWriter:
             self._begin()
 
     def _begin(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise CoverageLabError(f"{self.path} is a file; give a directory with -o")
-        entries = (
-            [entry for entry in self.path.iterdir() if not entry.name.startswith(schema.TEMPORARY)]
-            if self.path.exists()
-            else []
-        )
-        begun, done = self.path / schema.RUN, self.path / schema.MANIFEST
-        if done.exists():
-            self._compare(json.loads(done.read_bytes())["run"], "a finished trace")
-            self.finished = True
-        elif begun.exists():
-            self._compare(json.loads(begun.read_bytes()), "an unfinished trace")
-        elif entries:
-            raise CoverageLabError(f"{self.path} is not empty and no trace; give another directory with -o")
+        check_directory(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         # The lock lives as long as this object; it ends with the process, however that ends.
         self._lock = _lock(self.path)
+        try:
+            self._open()
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _open(self) -> None:
+        check_directory(self.path)  # again: another process may have ended in between
+        begun, done = self.path / schema.RUN, self.path / schema.MANIFEST
+        self.finished = done.exists()
+        if self.finished:
+            self._compare(_held(done).get("run", {}), "a finished trace")
+        elif begun.exists():
+            self._compare(_held(begun), "an unfinished trace")
         for leftover in self.path.rglob(schema.TEMPORARY + "*"):
             leftover.unlink()
         if self.finished:
@@ -101,13 +101,12 @@ class TraceWriter:
         entry = self.path / schema.JOURNAL / f"{request_id}.json"
         try:
             record: dict[str, Any] = json.loads(entry.read_bytes())
-        except (FileNotFoundError, ValueError):
+            intact = all(
+                schema.file_sha256(self.path / file["path"]) == file["sha256"] for file in record["files"]
+            )
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        for file in record["files"]:
-            path = self.path / file["path"]
-            if not path.is_file() or schema.file_sha256(path) != file["sha256"]:
-                return None
-        return record
+        return record if intact else None
 
     def write(
         self,
@@ -187,6 +186,39 @@ class TraceWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._lock)
+
+
+def check_directory(path: Path) -> None:
+    """Raise CoverageLabError if `path` holds anything but a trace of this schema."""
+    with _disk_errors(path):
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise CoverageLabError(f"{path} is a file; give a directory with -o")
+        if (path / schema.MANIFEST).exists():
+            manifest = _held(path / schema.MANIFEST)
+            if manifest.get("schema") == schema.SCHEMA:
+                if manifest.get("schema_version") == schema.VERSION:
+                    return
+                raise CoverageLabError(
+                    f"{path} holds a trace of schema {manifest.get('schema_version')}, not {schema.VERSION}; "
+                    "give another directory with -o"
+                )
+        elif (path / schema.RUN).exists():
+            _held(path / schema.RUN)
+            return
+        if any(entry.name != schema.TEMPORARY + schema.RUN for entry in path.iterdir()):
+            raise CoverageLabError(f"{path} is not empty and no trace; give another directory with -o")
+
+
+def _held(file: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(file.read_bytes())
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        raise CoverageLabError(f"{file} is damaged; restore it, or give another directory with -o")
+    return record
 
 
 def _lock(directory: Path) -> int:

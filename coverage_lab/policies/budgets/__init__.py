@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Budget:
     """Base class of budgets: rank the pages, then keep the first few.
 
-    A subclass gives `count` (and `rank` with `order`, where pages are not ranked by share).
+    A subclass gives `count`, `at`, and `rank` where pages are not ranked by share.
 
     Attributes
     ----------
@@ -39,9 +39,14 @@ class Budget:
     primary: ClassVar[str]
     reads_shares: ClassVar[bool] = True
 
+    def requested(self) -> float | None:
+        """Return the number that was asked for, in the budget's own unit."""
+        value: float | None = getattr(self, self.primary)
+        return value
+
     def order(self) -> Hashable:
         """Return what decides the order beside the shares: budgets with the same one share a ranking."""
-        return None
+        return None if type(self).rank is Budget.rank else self
 
     def rank(self, shares: Tensor, rows: Rows) -> Ranking:
         """Return the order in which pages are kept: forced pages, then by falling share."""
@@ -94,7 +99,9 @@ def whole_counts(counts: Tensor, ranking: Ranking) -> Tensor:
     The result stays between the forced pages and all pages of the row.
     """
     rows = ranking.rows
-    whole = (counts.double() + rows.dither()).floor().long()
+    # Before they are whole: an integer can't hold any float.
+    most = counts.double().minimum(rows.n_pages.double())
+    whole = (most + rows.dither()).floor().long()
     return whole.maximum(ranking.n_forced).minimum(rows.n_pages)
 
 

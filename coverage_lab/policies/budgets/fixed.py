@@ -40,6 +40,9 @@ class Fixed(Budget):
         if value is None or not 1 <= value < float("inf"):
             raise CoverageLabError(f"fixed: a budget of {value} is less than one page or token; try fixed:64")
 
+    def requested(self) -> float | None:
+        return self.pages if self.tokens is None else self.tokens
+
     def count(self, ranking: Ranking) -> Tensor:
         size = ranking.rows.page_size
         pages = self.pages if self.tokens is None else -(-self.tokens // size)

@@ -58,13 +58,14 @@ class Profile:
         try:
             by = record["by"]
             counts = tuple(tuple(float(count) for count in layer) for layer in record["counts"])
+            fitted_on = dict(record.get("fitted_on", {}))
         except (KeyError, TypeError, ValueError):
-            by, counts = None, ()
+            by, counts, fitted_on = None, (), {}
         if by not in ("layer", "kv_head") or not any(counts):
             raise CoverageLabError(
                 f"profile {os.fspath(path)!r} is no coverage-lab profile: it needs `by` and `counts`"
             )
-        return cls(by, counts, dict(record.get("fitted_on", {})))
+        return cls(by, counts, fitted_on)
 
     @cached_property
     def table(self) -> Tensor:
@@ -105,6 +106,9 @@ class Profiled(Budget):
             raise CoverageLabError(f"profiled: scale {self.scale} is not a positive number")
         if self.profile and self.table is None:
             object.__setattr__(self, "table", Profile.load(self.profile))
+
+    def requested(self) -> float | None:
+        return self.scale
 
     def count(self, ranking: Ranking) -> Tensor:
         if self.table is None:

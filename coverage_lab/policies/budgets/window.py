@@ -35,7 +35,7 @@ class Window(Budget):
     sink: int = 1
 
     def __post_init__(self) -> None:
-        if self.local < 1 or self.sink < 1:
+        if not 1 <= self.local < float("inf") or self.sink < 1:
             raise CoverageLabError(
                 f"window: local={self.local} and sink={self.sink} must be at least 1 page each"
             )

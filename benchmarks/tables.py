@@ -1,0 +1,131 @@
+"""Write the tables of the README from the committed results.
+
+    python benchmarks/tables.py [--check]
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; `--check` changes nothing and fails
+where the README differs.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    before = README.read_text(encoding="utf-8")
+    after = fill(before)
+    if options.check:
+        sys.exit("README.md is not what `python benchmarks/tables.py` writes" if after != before else 0)
+    README.write_text(after, encoding="utf-8")
+
+
+def fill(text: str) -> str:
+    """Return the text with every table made anew."""
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
+        lambda match: match[1] + TABLES[match[2]]() + match[3],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def load(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def guarantee() -> str:
+    rows = [
+        [
+            f"`{line['policy']}`",
+            percent(line["reads"]),
+            f"{line['tokens_over_oracle']:.2f} ({line['ci_low']:.2f}-{line['ci_high']:.2f})",
+        ]
+        for line in load("longbench_smollm2_policies")["records"]
+        if line["table"] == "same_guarantee" and line["policy"].startswith(("exact", "mvar"))
+    ]
+    return markdown(["policy", "reads", "tokens over the oracle set (95%)"], rows)
+
+
+def reads() -> str:
+    rows = [
+        [
+            f"`{line['policy']}`",
+            percent(line["reads"]),
+            f"{line['coverage_mean']:.3f}",
+            f"{line['coverage_p5']:.3f}",
+            f"{percent(line['rows_below_target'])} ({percent(line['ci_low'])}-{percent(line['ci_high'])})",
+        ]
+        for line in load("longbench_smollm2_policies")["records"]
+        if line["table"] == "same_reads" and line["policy"].startswith(("exact", "mvar"))
+    ]
+    return markdown(["policy", "reads", "mean coverage", "p5", "rows below 0.95 (95%)"], rows)
+
+
+def variation() -> str:
+    rows = [
+        [
+            line["quantity"],
+            f"{line['value']:.2f} ({line['ci_low']:.2f}-{line['ci_high']:.2f})",
+            line["paper"],
+        ]
+        for line in load("longbench_smollm2_variation")["records"]
+    ]
+    return markdown(["quantity", "SmolLM2-135M (95%)", "paper, Llama-3.1-8B"], rows)
+
+
+def costs() -> str:
+    recording, policies = load("recording"), load("policies")
+    rows = [
+        [
+            "recorded decode step over the plain one (exact and mvar)",
+            f"{recording['recorded_over_plain']:.2f}",
+        ],
+        [
+            "eager step with `output_attentions` over the plain one",
+            f"{recording['output_attentions_over_plain']:.2f}",
+        ],
+        ["peak memory of `collect` over `generate`", f"{recording['memory_over_generate']:.2f}"],
+        ["rows a second, one coverage policy, 100 pages a row", f"{policies['rows_per_second']:,}"],
+        ["time of 20 gammas over one", f"{policies['twenty_gammas_over_one']:.2f}"],
+        [
+            f"peak memory of `compare-policies`, {policies['compare_rows']['large']:,} rows over "
+            f"{policies['compare_rows']['small']:,}",
+            f"{policies['memory_large_over_small']:.2f}",
+        ],
+    ]
+    return markdown(["what", "measured"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "guarantee": guarantee,
+    "reads": reads,
+    "variation": variation,
+    "costs": costs,
+}
+
+
+if __name__ == "__main__":
+    main()
