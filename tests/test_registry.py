@@ -1,6 +1,7 @@
 """Names for classes: found on the first lookup, refused when taken."""
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,17 @@ def test_modules_are_imported_on_the_first_lookup_and_once(package: Path) -> Non
     assert sorted(module.loaded) == [f"{package.name}.{name}" for name in ("alpha", "beta", "gamma")]
     assert module.things.get("beta").__name__ == "Beta"
     assert len(module.loaded) == 3
+
+
+def test_folders_are_listed_once(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    things = importlib.import_module(package.name).things
+    listed = []
+    list_modules = pkgutil.iter_modules
+    monkeypatch.setattr(pkgutil, "iter_modules", lambda path: listed.append(path) or list_modules(path))
+    for _ in range(3):
+        things.get("alpha")
+        things.names()
+    assert len(listed) == 1
 
 
 def test_getting_scans_too(package: Path) -> None:

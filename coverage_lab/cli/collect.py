@@ -88,7 +88,7 @@ def collect(
         gammas=numbers(gammas, "--gammas"),
         record=record,  # type: ignore[arg-type]
         share_dtype=share_dtype,  # type: ignore[arg-type]
-        tensor_steps=tuple(int(step) for step in numbers(tensor_steps, "--tensor-steps")),
+        tensor_steps=numbers(tensor_steps, "--tensor-steps"),  # type: ignore[arg-type]
         dtype=dtype,
         device=device,
         batch_size=batch_size,

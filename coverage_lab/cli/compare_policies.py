@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -59,70 +58,55 @@ def compare_policies(
         output.save_figure(comparison.figure(comparison.to_frame(records)), figure)
 
 
+# Columns that a narrow screen goes without, the first one first.
+_DROPPABLE = ("metadata", "coverage\np1", "requested", "coverage\nmean")
+
+
 def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_rows: float) -> None:
     from coverage_lab.analyses.comparison import TITLES
-    from coverage_lab.cli.output import console, number, percent, table
+    from coverage_lab.cli.output import console, number, percent, print_table
 
+    below = f"rows below\n{target_coverage:g}"
+    anchor = next((record["policy"] for record in records if record["note"] == "anchor"), "")
+    details = {
+        "same_guarantee": f"budgets that give {target_rows:.0%} of rows {target_coverage:g} of their mass",
+        "same_reads": f"budgets that read as much as {anchor}",
+        "given": "",
+    }
     screen = console()
-    first = records[0]
     for kind, title in TITLES.items():
         lines = [record for record in records if record["table"] == kind]
         if not lines:
             continue
         guarantee = kind == "same_guarantee"
-        detail = (
-            f"smallest budget with which {target_rows:.0%} of rows keep {target_coverage:g} of the exact mass"
-            if guarantee
-            else f"reads of {lines[0]['policy']}"
-            if kind == "same_reads"
-            else f"target {target_coverage:g}"
-        )
-        interval = "tokens/oracle 95%" if guarantee else "rows below 95%"
-        columns = [
-            "policy",
-            "requested",
-            "reads",
-            "metadata",
-            "tokens/oracle",
-            "coverage",
-            "p5",
-            "p1",
-            "rows below",
-            interval,
-        ]
-        rows = [
-            [
-                line["policy"],
-                "-"
-                if line["requested"] is None
-                else f"{line['requested']:g}"
-                if not isinstance(line["requested"], str)
-                else line["requested"],
-                percent(line["reads"]),
-                percent(line["reads_metadata"]),
-                number(line["tokens_over_oracle"], 2),
-                number(line["coverage_mean"]),
-                number(line["coverage_p5"]),
-                number(line["coverage_p1"]),
-                percent(line["rows_below_target"]),
-                _interval(line, guarantee),
-            ]
-            for line in lines
-        ]
-        screen.print(table(f"{title}: {detail}", columns, rows))
+        cells: dict[str, list[str]] = {
+            "policy": [line["policy"] for line in lines],
+            "requested": ["-" if line["requested"] is None else f"{line['requested']:.5g}" for line in lines],
+            "reads": [percent(line["reads"]) for line in lines],
+            "metadata": [percent(line["reads_metadata"]) for line in lines],
+            "tokens\n/ oracle": [number(line["tokens_over_oracle"], 2) for line in lines],
+            "coverage\nmean": [number(line["coverage_mean"]) for line in lines],
+            "coverage\np5": [number(line["coverage_p5"]) for line in lines],
+            "coverage\np1": [number(line["coverage_p1"]) for line in lines],
+            below: [percent(line["rows_below_target"]) for line in lines],
+            "tokens / oracle\n95% interval" if guarantee else "rows below\n95% interval": [
+                _interval(line, guarantee) for line in lines
+            ],
+        }
+        heading = ": ".join(filter(None, [title, details[kind]]))
+        print_table(screen, heading, list(cells), list(zip(*cells.values(), strict=True)), _DROPPABLE)
     notes = dict.fromkeys(
-        f"{TITLES[record['table']]}, {re.split('[/:,]', record['policy'])[1]}: {record['note']}"
+        f"{TITLES[record['table']]}, {record['policy'].split('/', 1)[1].split(':')[0]}: {record['note']}"
         for record in records
         if record["note"] not in ("", "anchor")
     )
-    screen.print(
-        f"{first['rows']:,} rows of {first['requests']} requests. "
+    explained = (
+        f"{records[0]['rows']:,} rows of {records[0]['requests']} requests. "
         "Requested is the budget's own number, all else is realised. "
-        "Reads are kept pages over all pages; metadata is what the estimate reads beside them.",
-        highlight=False,
+        "Reads are kept pages over all pages; metadata is what the estimate reads beside them."
     )
-    for note in notes:
-        screen.print(f"{note}", highlight=False, markup=False)
+    for line in (explained, *notes):
+        screen.print(line, highlight=False, markup=False)
 
 
 def _interval(line: dict[str, Any], guarantee: bool) -> str:

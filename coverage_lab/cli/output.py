@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from coverage_lab.errors import CoverageLabError
@@ -57,15 +59,41 @@ def save_figure(figure: Figure, path: Path) -> None:
         raise CoverageLabError(f"can't write {path}: {error.strerror or error}") from None
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
-    """Return a table; every column but the first is right-aligned."""
-    drawn = Table(
-        title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left"
-    )
-    for place, column in enumerate(columns):
-        drawn.add_column(column, justify="right" if place else "left", no_wrap=place > 0, overflow="fold")
+def print_table(
+    screen: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    droppable: Sequence[str] = (),
+) -> None:
+    """Print a table; every column but the first is right-aligned.
+
+    Where the screen is too narrow, `droppable` columns are left out, the first one first, and a line says so.
+    """
+    left_out: list[str] = []
+    while True:
+        drawn = _table(title, columns, rows, left_out)
+        natural = Measurement.get(screen, screen.options.update(width=10_000), drawn).maximum
+        if natural <= screen.width or len(left_out) == len(droppable):
+            break
+        left_out.append(droppable[len(left_out)])
+    screen.print(drawn)
+    if left_out:
+        names = ", ".join(" ".join(name.split()) for name in left_out)
+        screen.print(f"A wider screen, --json or --csv shows {names} too.", highlight=False)
+
+
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[str]
+) -> Table:
+    drawn = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    shown = [place for place, column in enumerate(columns) if column not in left_out]
+    for place in shown:
+        drawn.add_column(
+            columns[place], justify="right" if place else "left", no_wrap=True, vertical="bottom"
+        )
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*(row[place] for place in shown))
     return drawn
 
 

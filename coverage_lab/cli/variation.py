@@ -40,7 +40,8 @@ def variation(
         ]
         model = data.manifest["run"]["model"]["model"]
         title = f"Pages of C*({gamma:g}): {model}, {len(data.shards)} requests"
-        screen.print(output.table(title, ["quantity", "ours", "95%", "paper (Llama-3.1-8B)"], rows))
+        columns = ["quantity", "ours", "95% interval", "paper,\nLlama-3.1-8B"]
+        output.print_table(screen, title, columns, rows)
         if not quiet:
             by_layer = needs.group_by("layer").mean().sort("fraction", descending=True)
             layers = [int(layer) for layer in by_layer["layer"]]

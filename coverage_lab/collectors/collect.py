@@ -116,6 +116,11 @@ class CollectOptions:
         for gamma in self.gammas:
             if not 0 < gamma <= 1:
                 raise CoverageLabError(f"gamma {gamma} is not in (0, 1]; try --gammas 0.9,0.95,0.98,0.99")
+        for step in self.tensor_steps:
+            if step not in range(self.steps):
+                raise CoverageLabError(
+                    f"--tensor-steps {step:g} is no step; there are steps 0 to {self.steps - 1}"
+                )
         for name, value, known in (
             ("decode", self.decode, ("greedy", "forced")),
             ("record", self.record, RECORDS),
@@ -134,6 +139,7 @@ class CollectOptions:
         )
         object.__setattr__(self, "estimators", ("exact", *names))
         object.__setattr__(self, "gammas", tuple(sorted(set(self.gammas))))
+        object.__setattr__(self, "tensor_steps", tuple(sorted({int(step) for step in self.tensor_steps})))
 
 
 class Reporter(Protocol):
@@ -243,6 +249,8 @@ def _prepare(options: CollectOptions, dataset: Dataset, loaded: LoadedModel) -> 
     if limit is None:
         limit = dataset.default_prompt_tokens(room)
     builder = PromptBuilder(loaded.tokenizer, options.chat)
+    embeddings: Any = loaded.model.get_input_embeddings()
+    vocabulary = embeddings.weight.shape[0]
     requests = []
     for example in dataset.examples(limit or room or 0, options.steps):
         prompt = builder.build(example, limit, options.steps, options.decode == "forced")
@@ -251,6 +259,11 @@ def _prepare(options: CollectOptions, dataset: Dataset, loaded: LoadedModel) -> 
                 f"{example.source or example.task}: the prompt has {len(prompt.ids)} tokens; "
                 f"with {options.steps} steps at most {room} fit in the model's window: "
                 f"give --max-prompt-tokens {room}"
+            )
+        if max(prompt.ids + prompt.reference_ids) >= vocabulary:
+            raise CoverageLabError(
+                f"{example.source or example.task}: the prompt has tokens beyond the model's vocabulary of "
+                f"{vocabulary}; its tokenizer belongs to another model"
             )
         requests.append(_Request(f"{example.task}-{example.index:05d}", example, prompt))
     twice = [name for name, count in Counter(request.id for request in requests).items() if count > 1]

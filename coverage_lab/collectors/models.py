@@ -383,6 +383,8 @@ def _refuse_config(config: Any, name: str) -> None:
         reason = "its KV cache is latent (MLA), not one of keys per KV head"
     elif "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         reason = "it has chunked attention layers"
+    elif getattr(text, "index_topk", None) or getattr(text, "index_topk_blocks", None):
+        reason = "its attention is sparse already: it reads only the tokens that an indexer chooses"
     if reason:
         raise CoverageLabError(f"{name} can't be recorded: {reason}")
 

@@ -24,8 +24,6 @@ from transformers import (
 
 from coverage_lab.collectors.models import LoadedModel, load_model
 
-torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
-
 SPECIALS = ["<s>", "</s>"]
 BOS, EOS = 0, 1
 WINDOW = 22  # no multiple of a page, so that a window begins within one
@@ -125,7 +123,9 @@ class Zoo:
     def text(self, tokens: int, start: int = 0) -> str:
         """Return text of exactly so many tokens, BOS included."""
         ends = range(start + tokens, len(TEXT))
-        return next(TEXT[start:end] for end in ends if len(self.tokenizer(TEXT[start:end]).input_ids) == tokens)
+        return next(
+            TEXT[start:end] for end in ends if len(self.tokenizer(TEXT[start:end]).input_ids) == tokens
+        )
 
     def prompts(self, path: Path, lengths: Sequence[int], **fields: Any) -> Path:
         """Write a JSON Lines file with a prompt of each length in tokens, each beginning elsewhere."""

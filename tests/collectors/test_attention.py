@@ -76,13 +76,19 @@ def static(model: PreTrainedModel) -> Any:
 def state(model: PreTrainedModel) -> list[Any]:
     """Return all that observing may have touched."""
     implementations = [
-        module.config._attn_implementation for module in model.modules() if isinstance(module, PreTrainedModel)
+        module.config._attn_implementation
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
     ]
     attributes = [sorted(vars(module)) for module in model.modules()]
     return [json.loads(model.config.to_json_string(use_diff=False)), implementations, attributes]
 
 
-BATCHES = [pytest.param((41,), id="alone"), pytest.param((41, 17), id="two"), pytest.param((5, 41, 30), id="three")]
+BATCHES = [
+    pytest.param((41,), id="alone"),
+    pytest.param((41, 17), id="two"),
+    pytest.param((5, 41, 30), id="three"),
+]
 
 
 class TestGoldenLogits:
@@ -96,7 +102,9 @@ class TestGoldenLogits:
         self.check(zoo.loaded(family).model, lengths, static)
 
     @staticmethod
-    def check(model: PreTrainedModel, lengths: Sequence[int], cache: Callable[[PreTrainedModel], Any]) -> None:
+    def check(
+        model: PreTrainedModel, lengths: Sequence[int], cache: Callable[[PreTrainedModel], Any]
+    ) -> None:
         batch, before = prompts(lengths), state(model)
         plain = decode(model, batch, cache(model))
         recording = Recording(lengths)
@@ -151,7 +159,10 @@ class TestObserving:
             assert call.output.shape == (1, 30, 6, 16)
         windows = [call.window for call in calls]
         alternating = [zoo.window, None] * 2
-        expected = {"mistral": [zoo.window] * 4, **dict.fromkeys(("gemma2", "gemma3", "gpt_oss"), alternating)}
+        expected = {
+            "mistral": [zoo.window] * 4,
+            **dict.fromkeys(("gemma2", "gemma3", "gpt_oss"), alternating),
+        }
         assert windows == expected.get(family, [None] * 4)
 
     def test_restores_after_an_exception(self, zoo: Any, family: str):
@@ -189,7 +200,10 @@ class TestObserving:
         model = zoo.build("llama")
         monkeypatch.setattr(model.config, "_attn_implementation_internal", "maskless")
         attention.AttentionInterface.register("maskless", lambda *args, **options: None)
-        with pytest.raises(CoverageLabError, match="'maskless' has no mask function"), observed_attention(model, print):
+        with (
+            pytest.raises(CoverageLabError, match="'maskless' has no mask function"),
+            observed_attention(model, print),
+        ):
             pass
 
     def test_a_failed_start_leaves_no_observer(self, zoo: Any, monkeypatch: pytest.MonkeyPatch):

@@ -25,6 +25,19 @@ from coverage_lab.trace.schema import ROUNDING
 LENGTHS = (37, 21, 60)
 STEPS = 6
 GAMMAS = (0.9, 0.99)
+SCALARS = {
+    "request_id": pl.String,
+    "layer": pl.UInt16,
+    "kv_head": pl.UInt16,
+    "step": pl.UInt32,
+    "position": pl.UInt32,
+    "n_pages": pl.UInt32,
+    "first_page": pl.UInt32,
+    "log_total": pl.Float32,
+    "entropy": pl.Float32,
+    "oracle_pages_0.9": pl.UInt32,
+    "oracle_pages_0.99": pl.UInt32,
+}
 
 
 class Collector:
@@ -68,37 +81,25 @@ def files(trace: Trace) -> dict[str, bytes]:
 
 
 class TestTrace:
-    SCALARS = {
-        "request_id": pl.String,
-        "layer": pl.UInt16,
-        "kv_head": pl.UInt16,
-        "step": pl.UInt32,
-        "position": pl.UInt32,
-        "n_pages": pl.UInt32,
-        "first_page": pl.UInt32,
-        "log_total": pl.Float32,
-        "entropy": pl.Float32,
-        "oracle_pages_0.9": pl.UInt32,
-        "oracle_pages_0.99": pl.UInt32,
-    }
-
     def test_schema_and_order(self, recorded: Collector):
         trace = recorded(estimators=("quest", "exact", "mvar"))
         frame = rows(trace)
         lists = dict.fromkeys(("share", "share_quest", "share_mvar"), pl.List(pl.Float16))
-        assert dict(frame.schema) == {**self.SCALARS, **lists}
+        assert dict(frame.schema) == {**SCALARS, **lists}
         assert len(frame) == len(LENGTHS) * 4 * 2 * STEPS
         for shard, length in zip(trace.shards, LENGTHS, strict=True):
             shard_rows = pl.read_parquet(shard.path)  # polars alone reads it
             assert shard_rows["request_id"].unique().to_list() == [shard.request_id]
             key = shard_rows.select("layer", "kv_head", "step").rows()
-            assert key == [(layer, head, step) for layer in range(4) for head in range(2) for step in range(STEPS)]
+            assert key == [
+                (layer, head, step) for layer in range(4) for head in range(2) for step in range(STEPS)
+            ]
             assert shard_rows["position"].to_list() == [length + step for step in range(STEPS)] * 8
             assert (shard_rows["n_pages"] == shard_rows["position"] // 8 + 1).all()
             for name in lists:
                 assert (shard_rows[name].list.len() == shard_rows["n_pages"]).all()
                 sums = shard_rows[name].list.eval(pl.element().cast(pl.Float64)).list.sum()
-                assert (sums - 1).abs().max() < 2 ** -11
+                assert (sums - 1).abs().max() < 2**-11
 
     def test_requests_table(self, recorded: Collector, zoo: Any):
         table = recorded(limit=2).requests
@@ -125,7 +126,9 @@ class TestTrace:
             "files": {"rows.jsonl": hashlib.sha256(recorded.rows.read_bytes()).hexdigest()},
         }
         assert run["model"] == zoo.loaded("gemma3").identity
-        assert {"coverage-lab", "device", "git", "polars", "python", "torch", "transformers"} <= set(run["versions"])
+        assert {"coverage-lab", "device", "git", "polars", "python", "torch", "transformers"} <= set(
+            run["versions"]
+        )
         assert "output" not in run
         assert manifest["geometry"] == zoo.loaded("gemma3").geometry()
         windows = [layer["window"] for layer in manifest["geometry"]["layers"]]
@@ -144,16 +147,21 @@ class TestTrace:
         assert rows(single).schema["share"] == pl.List(pl.Float32)
         difference = rows(half)["share"].explode().cast(pl.Float64) - rows(single)["share"].explode()
         assert 0 < difference.abs().max() <= half.manifest["share_rounding"]
-        scalars = list(self.SCALARS)
+        scalars = list(SCALARS)
         assert rows(half).select(scalars).equals(rows(single).select(scalars))
 
 
 class TestRecords:
     def test_counts(self, recorded: Collector):
         shares, counts = recorded(), recorded(record="counts", estimators=("exact", "mvar"))
-        assert list(rows(counts).columns) == list(TestTrace.SCALARS)
-        assert rows(counts).equals(rows(shares).select(list(TestTrace.SCALARS)))
+        assert list(rows(counts).columns) == list(SCALARS)
+        assert rows(counts).equals(rows(shares).select(list(SCALARS)))
         assert counts.manifest["share_rounding"] == 0
+
+    def test_no_gammas(self, recorded: Collector):
+        frame = rows(recorded(gammas=()))
+        assert not [column for column in frame.columns if column.startswith("oracle")]
+        assert len(frame)
 
     def test_query_heads(self, recorded: Collector):
         frame = rows(recorded(record="query-heads", share_dtype="float32"))
@@ -180,7 +188,9 @@ class TestRecords:
                         logits = q[3 * head : 3 * head + 3] @ k[head].T / 4
                         weights = np.exp(logits - logits.max(1, keepdims=True))
                         page = np.arange(tokens - held, tokens) // 8
-                        sums = np.stack([weights[:, page == p].sum(1) for p in range(page[0], page[-1] + 1)], 1)
+                        sums = np.stack(
+                            [weights[:, page == p].sum(1) for p in range(page[0], page[-1] + 1)], 1
+                        )
                         share = (sums / sums.sum(1, keepdims=True)).mean(0)
                         row = frame.filter(
                             request_id=request["request_id"], layer=layer, kv_head=head, step=step
@@ -270,7 +280,9 @@ class TestCost:
         largest = 0
 
         class Sizes(TorchDispatchMode):
-            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 nonlocal largest
                 result = function(*args, **(kwargs or {}))
                 for tensor in result if isinstance(result, tuple) else (result,):
@@ -292,7 +304,9 @@ class TestCost:
         waits: list[Any] = []
 
         class Waits(TorchDispatchMode):
-            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            def __torch_dispatch__(
+                self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
                 if function is torch.ops.aten._local_scalar_dense.default:
                     waits.append(args)
                 return function(*args, **(kwargs or {}))

@@ -127,7 +127,12 @@ class Runner:
 
     def arguments(self, output: Path, **changes: str) -> list[str]:
         options = self._options | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
-        return ["collect", *(part for option in options.items() for part in option if part), "-o", str(output)]
+        return [
+            "collect",
+            *(part for option in options.items() for part in option if part),
+            "-o",
+            str(output),
+        ]
 
     def start(self, output: Path, **changes: str) -> Run:
         return self._server.start(output, self.arguments(output, **changes))
@@ -193,7 +198,11 @@ class TestKilled:
             assert not (output / "manifest.json").exists()
             with pytest.raises(CoverageLabError, match="is unfinished"):
                 Trace(output)
-        kept = {name: data for name, data in files(output).items() if name.startswith("rows/") and ".tmp" not in name}
+        kept = {
+            name: data
+            for name, data in files(output).items()
+            if name.startswith("rows/") and ".tmp" not in name
+        }
         assert len(kept) >= 3
         final = runner.finish(output, batch_size=batch_size)
         assert final == runner.wanted(batch_size=batch_size)
@@ -314,7 +323,9 @@ def test_console_script(runner: Runner, tmp_path: Path):
     run.send_signal(signal.SIGINT)
     said = run.communicate(timeout=DEADLINE)[1]
     assert run.returncode == 130
-    assert "".join(said.splitlines()[-2:]).endswith(f"stopped; the same command goes on from what is in {output}")
+    assert "".join(said.splitlines()[-2:]).endswith(
+        f"stopped; the same command goes on from what is in {output}"
+    )
     assert "Traceback" not in said
 
 

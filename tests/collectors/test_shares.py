@@ -133,7 +133,10 @@ class Tally:
 
 
 def check_rows(trace: Trace, model: PreTrainedModel, tally: Tally) -> list[float]:
-    """Check every row and column of a trace with query heads; return the entropies of rows with more than two pages, over their most."""
+    """Check every row and column of a trace with query heads.
+
+    Returns the entropies of the rows with more than two pages, relative to the most they can be.
+    """
     scalar = getattr(model.config, "query_pre_attn_scalar", model.model.layers[0].self_attn.head_dim)
     softcap = getattr(model.config, "attn_logit_softcapping", None)
     entropies = []

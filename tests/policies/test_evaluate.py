@@ -126,6 +126,18 @@ def test_the_trace_has_what_the_tests_are_about(trace: Trace) -> None:
     assert 0 < len(missed) < len(rows)  # oracle sets with and without the partial page
 
 
+def test_oracle_counts_of_the_unrounded_shares_are_used_where_they_were_recorded(tmp_path: Path) -> None:
+    # 0.94999 of 0.99999 is less than 0.95; in float16 it is 0.95020 of 1.00018, which is enough.
+    made = [{"share": [[[[0.94999, 0.05]]]]}]
+    for gamma, pages in ((0.95, 2), (0.9, 1)):
+        path = synthetic.write_shares(
+            tmp_path / str(gamma), made, prompt_tokens=5, share_dtype="float16", gammas=(gamma,)
+        )
+        result = evaluate(Trace(path), [parse_policy("exact/fixed:2")], 0.95)
+        assert result.oracle_pages.tolist() == [pages]
+        assert result.oracle_tokens.tolist() == [6 if pages == 2 else 4]
+
+
 def test_splitting_a_request_into_blocks_changes_nothing(
     trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +304,11 @@ def test_a_dense_layer_is_read_whole_and_no_other(trace: Trace) -> None:
 def histogram_of(values: Sequence[Sequence[Sequence[int]]], pages: int) -> GroupCounts:
     """Return counts of values given as [layer][KV head]."""
     return GroupCounts(
-        np.array([[np.bincount(head, minlength=pages + 1) for head in layer] for layer in values], float), ""
+        np.array(
+            [[np.bincount(np.array(head, int), minlength=pages + 1) for head in layer] for layer in values],
+            float,
+        ),
+        "",
     )
 
 
@@ -363,6 +379,14 @@ def test_the_lowest_quantile_is_a_profile_too(by: Any) -> None:
     counts = histogram_of([[[2, 3, 4], [3, 3, 3]]], 10)
     lowest = np.array(counts.quantile(0.0, by).counts)
     assert lowest.tolist() == ([[2.0]] if by == "layer" else [[2.0, 3.0]])
+
+
+def test_a_group_without_rows_has_no_count() -> None:
+    counts = histogram_of([[[2, 3], [4, 4]], [[], []]], 10)
+    assert counts.mean("kv_head").counts == ((2.5, 4), ())
+    assert counts.quantile(1.0, "kv_head").counts == ((3, 4), ())
+    assert counts.mean("layer").counts == ((3.25,), ())
+    assert counts.quantile(0.0, "layer").counts == ((2,), ())
 
 
 def test_a_group_without_rows_is_read_whole(trace: Trace) -> None:

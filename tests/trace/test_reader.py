@@ -75,7 +75,9 @@ class TestBlocks:
                 held = np.concatenate([block.columns[column] for block in mine])
                 assert held.dtype == np.int64
                 assert held.tolist() == expected[column].to_list()
-            assert [x for block in mine for x in block.columns["log_total"]] == expected["log_total"].to_list()
+            assert [x for block in mine for x in block.columns["log_total"]] == expected[
+                "log_total"
+            ].to_list()
             for column in ("share", "share_mvar"):
                 lists = iter(expected[column].to_list())
                 for block in mine:
@@ -120,7 +122,9 @@ class TestBlocks:
 
 class TestFaults:
     def test_no_directory(self, tmp_path: Path):
-        assert complaint(lambda: Trace(tmp_path / "none")).startswith(f"no trace at {tmp_path}/none: no such directory")
+        assert complaint(lambda: Trace(tmp_path / "none")).startswith(
+            f"no trace at {tmp_path}/none: no such directory"
+        )
         (tmp_path / "file").write_text("")
         assert "no such directory" in complaint(lambda: Trace(tmp_path / "file"))
 
@@ -166,7 +170,8 @@ class TestFaults:
         data = (path / name).read_bytes()
         (path / name).write_bytes(data[:-1])
         assert complaint(lambda: Trace(path)) == (
-            f"{path / name} has {len(data) - 1} bytes, not {len(data)}; restore it, or collect the trace again"
+            f"{path / name} has {len(data) - 1} bytes, not {len(data)}; "
+            "restore it, or collect the trace again"
         )
         (path / name).unlink()
         assert complaint(lambda: Trace(path)) == (
@@ -178,7 +183,9 @@ class TestFaults:
             data = bytearray((path / name).read_bytes())
             data[len(data) // 2] ^= 1
             (path / name).write_bytes(data)
-        altered = f"{path}/rows/b.parquet was altered (its sha256 differs); restore it, or collect the trace again"
+        altered = (
+            f"{path}/rows/b.parquet was altered (its sha256 differs); restore it, or collect the trace again"
+        )
         assert complaint(Trace(path).scan) == altered
         assert "requests.parquet was altered" in complaint(lambda: Trace(path).requests)
         assert "requests.parquet was altered" in complaint(Trace(path).verify)

@@ -13,7 +13,13 @@ from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import Trace, schema
 from coverage_lab.trace.writer import TraceWriter, check_directory
 
-RUN = {"page_size": 8, "gammas": [0.9], "record": "shares", "estimators": ["exact"], "model": {"dtype": "float32"}}
+RUN = {
+    "page_size": 8,
+    "gammas": [0.9],
+    "record": "shares",
+    "estimators": ["exact"],
+    "model": {"dtype": "float32"},
+}
 FACTS = {"geometry": {"layers": [{}, {}], "kv_heads": 2}}
 LAYERS, KV_HEADS, STEPS = 2, 2, 3
 NAMES = ["a", "b", "c"]
@@ -214,7 +220,12 @@ class TestResuming:
     @pytest.mark.parametrize("after", [False, True])
     @pytest.mark.parametrize("stop", range(1, 13))
     def test_stopped_at_any_write(
-        self, tmp_path: Path, wanted: dict[str, bytes], stop: int, after: bool, monkeypatch: pytest.MonkeyPatch
+        self,
+        tmp_path: Path,
+        wanted: dict[str, bytes],
+        stop: int,
+        after: bool,
+        monkeypatch: pytest.MonkeyPatch,
     ):
         """There are twelve: the run, three files for each of three requests, the table, the manifest."""
         replace, moment = os.replace, 0
@@ -228,9 +239,10 @@ class TestResuming:
             if moment == stop:
                 raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr(os, "replace", stopping)
-            fill(tmp_path / "trace")
+            with pytest.raises(KeyboardInterrupt):
+                fill(tmp_path / "trace")
         fill(tmp_path / "trace")
         assert snapshot(tmp_path / "trace") == wanted
 
@@ -257,7 +269,9 @@ class TestRefusals:
             f"{path} holds {what} made with page_size = 8, not 16; "
             "repeat the command it was begun with, or give another directory with -o"
         )
-        assert "made with model.dtype = float32, not float16" in message(path, RUN | {"model": {"dtype": "float16"}})
+        assert "made with model.dtype = float32, not float16" in message(
+            path, RUN | {"model": {"dtype": "float16"}}
+        )
         assert "made with seed = None, not 1" in message(path, RUN | {"seed": 1})
 
     @pytest.mark.parametrize("name", ["notes.txt", "manifest.json.bak", ".tmp-mine", ".hidden"])
@@ -274,7 +288,10 @@ class TestRefusals:
     @pytest.mark.parametrize("content", [b"{", b"\xff\xfe\x00", b"[]", b""])
     def test_damaged(self, tmp_path: Path, file: str, content: bytes):
         (tmp_path / file).write_bytes(content)
-        assert message(tmp_path) == f"{tmp_path / file} is damaged; restore it, or give another directory with -o"
+        assert (
+            message(tmp_path)
+            == f"{tmp_path / file} is damaged; restore it, or give another directory with -o"
+        )
 
     def test_another_schema(self, tmp_path: Path):
         fill(tmp_path)
@@ -286,7 +303,7 @@ class TestRefusals:
         (tmp_path / "file").write_text("")
         with pytest.raises(CoverageLabError, match="is a file; give a directory with -o"):
             TraceWriter(tmp_path / "file", RUN)
-        with pytest.raises(CoverageLabError, match="can't write to .*: Not a directory"):
+        with pytest.raises(CoverageLabError, match=r"can't write to .*: Not a directory"):
             TraceWriter(tmp_path / "file" / "trace", RUN)
 
     def test_two_writers(self, tmp_path: Path):
@@ -294,7 +311,9 @@ class TestRefusals:
             assert "another process is writing to" in message(tmp_path / "trace")
         fill(tmp_path / "trace")
 
-    def test_a_refused_writer_leaves_the_directory_free(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_a_refused_writer_leaves_the_directory_free(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
         path = tmp_path / "trace"
         fill(path, names=["a"])
         message(path, RUN | {"page_size": 16})
@@ -304,9 +323,10 @@ class TestRefusals:
         def fail(*args: Any) -> None:
             raise OSError(errno.EIO, "input/output error")
 
-        with monkeypatch.context() as patch, pytest.raises(CoverageLabError, match="can't write to .*: input/output"):
+        with monkeypatch.context() as patch:
             patch.setattr(schema, "write_atomic", fail)
-            TraceWriter(tmp_path / "new", RUN)
+            with pytest.raises(CoverageLabError, match=r"can't write to .*: input/output"):
+                TraceWriter(tmp_path / "new", RUN)
         fill(tmp_path / "new")
 
     def test_nothing_is_made_by_looking(self, tmp_path: Path):
