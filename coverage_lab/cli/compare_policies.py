@@ -59,7 +59,7 @@ def compare_policies(
 
 
 # Columns that a narrow screen goes without, the first one first.
-_DROPPABLE = ("metadata", "coverage\np1", "requested", "coverage\nmean")
+_DROPPABLE = ("metadata", "coverage\np1", "requested", "coverage\nmean", "coverage\np5")
 
 
 def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_rows: float) -> None:
