@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coverage_lab.kernels.select.reference import Ranking, oracle_counts
 from coverage_lab.pages import Rows
+from coverage_lab.policies.parallel import in_order
 from coverage_lab.policies.policy import Policy
 from coverage_lab.trace import Block, Trace
 from coverage_lab.trace.schema import oracle_column, share_column
@@ -21,6 +22,9 @@ COVERAGE_BINS = 10_000
 
 # A hair below the target is rounding of float32 sums, not a shortfall.
 TOLERANCE = 1e-6
+
+_PER_REQUEST = ("rows", "pages", "tokens", "oracle_pages", "oracle_tokens")
+_PER_POLICY = ("kept", "kept_tokens", "coverage", "covered")
 
 PoliciesOf = Callable[[int], Sequence[Policy]]
 
@@ -93,33 +97,48 @@ def evaluate(
     """
     policies_of: PoliciesOf = policies if callable(policies) else lambda request: policies
     n_requests, n_policies = len(trace.shards), len(policies_of(0))
-    per_request = {
-        name: np.zeros(n_requests) for name in ("rows", "pages", "tokens", "oracle_pages", "oracle_tokens")
-    }
-    per_policy = {
-        name: np.zeros((n_requests, n_policies)) for name in ("kept", "kept_tokens", "coverage", "covered")
-    }
+    sums = {name: np.zeros(n_requests) for name in _PER_REQUEST}
+    sums |= {name: np.zeros((n_requests, n_policies)) for name in _PER_POLICY}
     histogram = np.zeros((n_policies, COVERAGE_BINS + 1))
-    for block, view in _views(trace, policies_of(0), progress, target):
-        r = block.request
-        oracle_pages, oracle_tokens = view.oracle(target)
-        per_request["rows"][r] += len(view.rows)
-        per_request["pages"][r] += int(view.rows.n_pages.sum())
-        per_request["tokens"][r] += view.tokens(view.rows.n_pages)
-        per_request["oracle_pages"][r] += oracle_pages
-        per_request["oracle_tokens"][r] += oracle_tokens
-        chosen = policies_of(r)
-        for indices in _grouped(chosen):
-            kept, coverage = _apply(view, [chosen[i] for i in indices])
-            per_policy["kept"][r, indices] += kept.sum(0).numpy()
-            per_policy["kept_tokens"][r, indices] += view.tokens(kept)
-            per_policy["coverage"][r, indices] += coverage.sum(0).double().numpy()
-            per_policy["covered"][r, indices] += (coverage >= target - TOLERANCE).sum(0).numpy()
-            if quantiles:
-                bins = (coverage * COVERAGE_BINS).round().long().clamp(0, COVERAGE_BINS)
-                for column, index in enumerate(indices):
-                    histogram[index] += torch.bincount(bins[:, column], minlength=COVERAGE_BINS + 1).numpy()
-    return Evaluation(**per_request, **per_policy, histogram=histogram, target=target)
+
+    def work(block: Block) -> tuple[int, dict[str, np.ndarray], np.ndarray]:
+        view = _View(block, trace.page_size, _group_size(trace))
+        return block.request, *_block_sums(view, policies_of(block.request), target, quantiles)
+
+    for request, part, counted in in_order(work, _blocks(trace, policies_of(0), progress, target)):
+        for name, value in part.items():
+            sums[name][request] += value
+        if quantiles:
+            histogram += counted
+    return Evaluation(**sums, histogram=histogram, target=target)
+
+
+def _block_sums(
+    view: _View, policies: Sequence[Policy], target: float, quantiles: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return the sums of one block by name, and its histogram of realised coverage."""
+    n_pages = view.rows.n_pages
+    oracle_pages, oracle_tokens = view.oracle(target)
+    sums = {name: np.zeros(len(policies)) for name in _PER_POLICY}
+    histogram = np.zeros((len(policies), COVERAGE_BINS + 1) if quantiles else (1, 1))
+    for indices in _grouped(policies):
+        kept, coverage = _apply(view, [policies[i] for i in indices])
+        sums["kept"][indices] = kept.sum(0).numpy()
+        sums["kept_tokens"][indices] = view.tokens(kept)
+        sums["coverage"][indices] = coverage.sum(0, dtype=torch.float64).numpy()
+        sums["covered"][indices] = (coverage >= target - TOLERANCE).sum(0).numpy()
+        if quantiles:
+            bins = (coverage * COVERAGE_BINS).round().long().clamp(0, COVERAGE_BINS)
+            for column, index in enumerate(indices):
+                histogram[index] = torch.bincount(bins[:, column], minlength=COVERAGE_BINS + 1).numpy()
+    sums |= {
+        "rows": np.asarray(len(n_pages)),
+        "pages": n_pages.sum().numpy(),
+        "tokens": view.tokens(n_pages),
+        "oracle_pages": np.asarray(oracle_pages),
+        "oracle_tokens": np.asarray(oracle_tokens),
+    }
+    return sums, histogram
 
 
 def policy_counts(
@@ -133,7 +152,9 @@ def policy_counts(
     With `covering`, the counts are the fewest pages in the order of each policy whose exact mass
     reaches it, in place of those that the policy keeps.
     """
-    for block, view in _views(trace, policies, progress):
+
+    def work(block: Block) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        view = _View(block, trace.page_size, _group_size(trace))
         kept = torch.empty((len(view.rows), len(policies)), dtype=torch.long)
         for indices in _grouped(policies):
             if covering is None:
@@ -142,12 +163,14 @@ def policy_counts(
             ranking, realised = view.ranked(policies[indices[0]])
             need = (realised < covering - TOLERANCE).sum(1) + 1
             kept[:, indices] = need.maximum(ranking.n_forced).minimum(view.rows.n_pages)[:, None]
-        yield block.request, block.columns["layer"], block.columns["kv_head"], kept.numpy()
+        return block.request, block.columns["layer"], block.columns["kv_head"], kept.numpy()
+
+    yield from in_order(work, _blocks(trace, policies, progress))
 
 
-def _views(
+def _blocks(
     trace: Trace, policies: Sequence[Policy], progress: Callable[[int], None], target: float | None = None
-) -> Iterator[tuple[Block, _View]]:
+) -> Iterator[Block]:
     done = 0
     columns = _columns(policies, trace)
     if target in trace.gammas:
@@ -156,7 +179,7 @@ def _views(
         while done < block.request:
             progress(done)
             done += 1
-        yield block, _View(block, trace.page_size, _group_size(trace))
+        yield block
     progress(done)
 
 
