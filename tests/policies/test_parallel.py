@@ -31,7 +31,6 @@ def test_workers_use_one_core_each_and_the_caller_keeps_its_own() -> None:
     assert {threads for threads, _ in seen} == {1}
     assert threading.get_ident() not in {ident for _, ident in seen}
     assert torch.get_num_threads() == 4
-    assert list(in_order(torch.ones, [2]))[0].shape == (2,)
 
 
 @pytest.mark.usefixtures("four_threads")
