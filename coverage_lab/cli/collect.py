@@ -96,23 +96,41 @@ def collect(
         seed=seed,
     )
     messages = Console(stderr=True)
+    if not quiet:
+        messages.print(f"loading {model}", highlight=False, markup=False, soft_wrap=True)
     try:
         with CollectProgress(quiet) as progress:
             summary = run(options, progress)
-    except KeyboardInterrupt:
+    except BaseException as stop:
+        if isinstance(stop, Exception):
+            raise
+        # Ctrl-C or SIGTERM
         if not quiet and output.is_dir():
             messages.print(f"stopped; the same command goes on from what is in {output}", highlight=False)
-        raise typer.Exit(130) from None
+        if isinstance(stop, KeyboardInterrupt):
+            raise typer.Exit(130) from None
+        raise
     ok, failed = summary.requests.get("ok", 0), summary.requests.get("failed", 0)
     if not quiet:
         messages.print(
-            f"{output}: {ok} requests, {summary.rows:,} rows of {summary.steps:,} steps, "
-            f"{summary.bytes / 1e6:.1f} MB, {summary.seconds:.0f} s",
+            f"{output}: {_plural(ok, 'request')}, {_plural(summary.steps, 'step')} in all, "
+            f"{_plural(summary.rows, 'row')}, {summary.bytes / 1e6:.1f} MB, {summary.seconds:.0f} s",
             highlight=False,
             soft_wrap=True,
         )
+        if summary.empty:
+            messages.print(
+                f"{_plural(summary.empty, 'request')} ended before the first step and left no rows; "
+                "--ignore-eos goes on after an end-of-sequence token",
+                highlight=False,
+                soft_wrap=True,
+            )
     if failed:
-        messages.print(f"{failed} requests failed:", highlight=False)
+        messages.print(f"{_plural(failed, 'request')} failed:", highlight=False)
         for line in summary.errors:
             messages.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

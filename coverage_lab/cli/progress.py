@@ -54,10 +54,11 @@ class CollectProgress:
                 )
         elif not self._quiet:
             left = (self._total - self._done) * elapsed / (self._done - self._before)
+            rest = f", about {_duration(left)} left" if self._done < self._total else ""
             what = request["error"] or f"{request['prompt_tokens']} tokens, {request['steps']} steps"
             self._console.print(
                 f"[{self._done}/{self._total}] {request['request_id']}: {what}, {seconds:.1f} s "
-                f"({rate}, about {_duration(left)} left)",
+                f"({rate}{rest})",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,

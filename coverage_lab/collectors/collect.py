@@ -163,6 +163,8 @@ class CollectSummary:
         Requests by status (`ok`, `failed`).
     errors : tuple of str
         Request and error of the failed ones.
+    empty : int
+        Requests that ended before their first step.
     rows, steps, bytes : int
         Of the whole trace.
     seconds : float
@@ -172,6 +174,7 @@ class CollectSummary:
     output: Path
     requests: dict[str, int]
     errors: tuple[str, ...]
+    empty: int
     rows: int
     steps: int
     bytes: int
@@ -464,6 +467,7 @@ def _summary(output: Path, seconds: float) -> CollectSummary:
         output=output,
         requests=dict(table["status"].value_counts().sort("status", descending=True).iter_rows()),
         errors=tuple(f"{name}: {error}" for name, error in failed.select("request_id", "error").iter_rows()),
+        empty=table.filter(pl.col("status") == "ok", pl.col("steps") == 0).height,
         rows=sum(file.get("rows", 0) for file in trace.manifest["files"] if file["path"].startswith("rows/")),
         steps=int(table["steps"].sum()),
         bytes=sum(file["bytes"] for file in trace.manifest["files"]),

@@ -176,7 +176,7 @@ def near(share: list[float], want: np.ndarray) -> None:
 
 TALLY = Tally()
 LENGTHS = (96, 109, 67)  # whole pages of 4 and 16; one short of a fourth of a page; pages fill on the way
-STEPS = 8
+STEPS = 6
 
 
 class TestTinyModels:

@@ -50,7 +50,7 @@ def _example(task: str, index: int, row: Row) -> Example:
     else:
         if "context" not in row.fields:
             raise row.fault("no field 'prompt', and no 'context' with a 'question'")
-        question = row.text("question" if "question" in row.fields else "input")
+        question = row.text("input" if "input" in row.fields and "question" not in row.fields else "question")
         context, after = row.text("context"), f"\n\n{question}" if question else ""
     if not (context + after).strip():
         raise row.fault("the prompt is empty")
