@@ -13,12 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from harness import peak_memory_mib, save
 
+from coverage_lab.pages import Rows
 from coverage_lab.policies.evaluate import evaluate
-from coverage_lab.policies.policy import parse_policy
+from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.trace import Trace
 
 SYNTHETIC = Path(__file__).parents[1] / "tests" / "tools" / "synthetic.py"
@@ -49,6 +52,7 @@ def main() -> None:
         rows = sum(shard.rows for shard in trace.shards)
         one = [parse_policy("mvar/coverage:0.98")]
         sweep = [parse_policy(f"mvar/coverage:{0.80 + 0.01 * step:.2f}") for step in range(20)]
+        check(trace, one[0])
         one_seconds = median_seconds(lambda: evaluate(trace, one))
         sweep_seconds = median_seconds(lambda: evaluate(trace, sweep))
     save(
@@ -64,6 +68,21 @@ def main() -> None:
             "memory_large_over_small": round(peaks["large"] / peaks["small"], 3),
         },
     )
+
+
+def check(trace: Trace, policy: Policy) -> None:
+    """Compare the pages that evaluation counts with the sets that bisection finds."""
+    bisection = replace(policy.budget, method="bisection")
+    found = 0
+    for block in trace.blocks(["share", "share_mvar"]):
+        if block.request > 0:
+            break
+        names = ("n_pages", "first_page", "position", "layer", "kv_head")
+        rows = Rows(
+            **{name: torch.from_numpy(block.columns[name]) for name in names}, page_size=trace.page_size
+        )
+        found += int(bisection.select(torch.from_numpy(block.columns["share_mvar"]), rows).sum())
+    assert found == evaluate(trace, [policy]).kept[0, 0], "sorting and bisection keep different pages"
 
 
 def median_seconds(call: Callable[[], object], repeats: int = 5) -> float:

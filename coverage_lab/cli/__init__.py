@@ -39,13 +39,19 @@ def main() -> NoReturn:
     """Run the command line; errors of the user are one line and exit code 2."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except CoverageLabError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except _Terminated:
         sys.exit(128 + signal.SIGTERM)
-    sys.exit(0)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what the parser raises has one
+            raise
+        print(f"error: {error.format_message().rstrip('.')}; see --help", file=sys.stderr)
+        sys.exit(2)
 
 
 class _Terminated(BaseException):

@@ -96,8 +96,6 @@ def collect(
         seed=seed,
     )
     messages = Console(stderr=True)
-    if not quiet:
-        messages.print(f"loading {model}", highlight=False, markup=False, soft_wrap=True)
     try:
         with CollectProgress(quiet) as progress:
             summary = run(options, progress)

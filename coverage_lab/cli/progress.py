@@ -17,6 +17,7 @@ class CollectProgress:
         self._quiet = quiet
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
+        self._loading = self._console.status("loading the model and the prompts")
         if not quiet and self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -37,6 +38,7 @@ class CollectProgress:
         )
         if done and not self._quiet:
             self._console.print(f"{done} of {total} requests were done before; going on", highlight=False)
+        self._loading.stop()
         if self._bar:
             self._bar.start()
             self._task = self._bar.add_task("collect", total=total, completed=done, rate="")
@@ -65,11 +67,14 @@ class CollectProgress:
             )
 
     def __enter__(self) -> Self:
+        if self._bar:
+            self._loading.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._loading.stop()
         if self._bar:
             self._bar.stop()
 

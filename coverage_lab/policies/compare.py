@@ -248,7 +248,9 @@ def _metadata(policy: Policy, trace: Trace) -> float:
         return 0.0
     head_dim = int(trace.geometry["head_dim"])
     values = policy.estimator.metadata_values(head_dim, trace.page_size)
-    return values / (2 * trace.page_size * head_dim)
+    layers = [layer["layer"] for layer in trace.geometry["layers"]]
+    estimated = sum(layer not in policy.dense_layers for layer in layers) / len(layers)
+    return estimated * values / (2 * trace.page_size * head_dim)
 
 
 def _check_fraction(what: str, value: float) -> None:

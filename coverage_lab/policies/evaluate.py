@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coverage_lab.errors import CoverageLabError
 from coverage_lab.kernels.select.reference import Ranking, oracle_counts
 from coverage_lab.pages import Rows
 from coverage_lab.policies.parallel import in_order
@@ -290,8 +291,14 @@ def _group_size(trace: Trace) -> int:
 
 def _columns(policies: Sequence[Policy], trace: Trace) -> list[str]:
     columns = {share_column("exact")}
+    layers = [layer["layer"] for layer in trace.geometry["layers"]]
     group = _group_size(trace)
     for policy in policies:
+        unknown = set(policy.dense_layers) - set(layers)
+        if unknown:
+            raise CoverageLabError(
+                f"policy {policy}: the trace has no layer {min(unknown)}; it has {layers[0]} to {layers[-1]}"
+            )
         if policy.granularity == "query_head":
             columns.update(share_column(policy.estimator.name, head) for head in range(group))
         elif policy.budget.reads_shares:

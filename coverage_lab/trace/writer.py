@@ -91,6 +91,11 @@ class TraceWriter:
 
     def _compare(self, held: dict[str, Any], what: str) -> None:
         for key, ours, theirs in _differences(self.run, held):
+            if key.startswith("versions."):
+                raise CoverageLabError(
+                    f"{self.path} holds {what} made with {key.removeprefix('versions.')} {theirs}, "
+                    f"and this is {ours}; go back to it, or give another directory with -o"
+                )
             raise CoverageLabError(
                 f"{self.path} holds {what} made with {key} = {theirs}, not {ours}; "
                 "repeat the command it was begun with, or give another directory with -o"

@@ -132,7 +132,7 @@ def test_a_text_says_everything() -> None:
         ("mvar/window:nan", "local=nan"),
         ("mvar/window:inf", "local=inf"),
         ("mvar/window:4,sink=0", "sink=0"),
-        ("mvar/profiled:missing.json", "no profile 'missing.json'; make one with"),
+        ("mvar/profiled:missing.json", "no profile 'missing.json'; coverage-lab fit-profile"),
         ("mvar/profiled:,scale=0", "scale 0.0"),
         ("mvar/profiled:,scale=nan", "scale nan"),
         ("mvar/profiled:x.json,table=3", "unknown option of profiled 'table'"),

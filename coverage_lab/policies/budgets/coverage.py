@@ -23,7 +23,7 @@ class Coverage(Budget):
     gamma : float
         Coverage in (0, 1]; 1 keeps every page.
     method : {"sort", "bisection"}
-        How the set is found; both give the same one.
+        How `select` finds the set. Both find the same one, so evaluation on a trace always sorts.
     thresholds : int
         Thresholds per pass of the bisection, the paper's K_B.
     """

@@ -52,7 +52,9 @@ class Profile:
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CoverageLabError(f"no profile {os.fspath(path)!r}; make one with Profile.save") from None
+            raise CoverageLabError(
+                f"no profile {os.fspath(path)!r}; coverage-lab fit-profile makes one"
+            ) from None
         except (OSError, ValueError) as error:
             raise CoverageLabError(f"profile {os.fspath(path)!r} can't be read: {error}") from None
         try:
