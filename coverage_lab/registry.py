@@ -14,8 +14,8 @@ T = TypeVar("T")
 def unknown(kind: str, name: str, known: list[str]) -> CoverageLabError:
     """Return the error for a name that is not known, with the nearest one that is."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return CoverageLabError(f"unknown {kind} {name!r}; {hint}known: {', '.join(known)}")
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return CoverageLabError(f"unknown {kind} {name!r}; {hint}")
 
 
 def _place(cls: type) -> tuple[str, str]:

@@ -281,10 +281,7 @@ def _locate(name: str) -> str:
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
         raise CoverageLabError(f"no model directory {name!r}")
     if "/" not in name:
-        raise CoverageLabError(
-            f"{unknown('model', name, list(PACKAGED))}; "
-            "or give a directory, a .gguf file or a hub id (owner/name)"
-        )
+        raise unknown("model", name, [*PACKAGED, "a directory", "a .gguf file", "a hub id (owner/name)"])
     return name
 
 

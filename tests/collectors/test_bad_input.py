@@ -306,7 +306,7 @@ class TestNotANumber:
         arguments = collect_arguments(spoilt, data, output, **{"batch-size": batch_size})
         code, said = command(*arguments)
         assert code == 1
-        assert "1 requests failed:" in said
+        assert "1 request failed:" in said
         assert "rows-00001: NaN in the model's logits after the prompt" in said
         assert "Traceback" not in said
         trace = Trace(output)
@@ -382,7 +382,7 @@ class TestNotANumber:
         data.write_text(json.dumps({"prompt": SPARK}) + "\n")
         code, said = command(*collect_arguments(spoilt, data, tmp_path / "trace"))
         assert code == 1
-        assert "0 requests, 0 rows" in said
+        assert "0 requests, 0 steps in all, 0 rows" in said
         with pytest.raises(CoverageLabError, match="no request was recorded"):
             Trace(tmp_path / "trace").scan()
 

@@ -355,6 +355,19 @@ def test_other_anchors(small: Trace, anchor: str) -> None:
         assert off < 0.01 or "threshold" in record["policy"] or anchor == "exact/fixed:1"
 
 
+@pytest.mark.parametrize("anchor", ["exact/coverage:0.9", "exact/fixed:7"])
+def test_the_anchor_stands_there_once(small: Trace, anchor: str) -> None:
+    """A second line of the same rule would differ from the anchor in the last digit of its budget alone."""
+    records = same_reads(small, anchor)
+    assert [family(record) for record in records].count(family(records[0])) == 1
+
+
+def test_policies_have_the_dense_layers_of_the_anchor(small: Trace) -> None:
+    """Policies at the same reads differ in the rule alone, or the rule is not what is compared."""
+    for record in same_reads(small, "exact/coverage:0.9,dense_layers=0-1"):
+        assert "dense_layers=0-1" in record["policy"]
+
+
 # Halves
 
 DIFFUSE = {"share": [[[[0.1] * 10] * 4]]}
@@ -505,6 +518,12 @@ def test_policies_are_evaluated_as_given(trace: Trace) -> None:
 def test_a_budget_in_tokens_shows_what_was_requested(trace: Trace) -> None:
     (record,) = given(trace, ["exact/fixed:tokens=64"])
     assert record["requested"] == 64
+
+
+def test_dense_layers_read_no_estimate(trace: Trace) -> None:
+    texts = ["mvar/fixed:9", "mvar/fixed:9,dense_layers=0+2", "mvar/fixed:9,dense_layers=0-2"]
+    charged = [record["reads_metadata"] for record in given(trace, texts)]
+    assert charged == pytest.approx([1 / 16, 1 / 16 / 3, 0])
 
 
 # Intervals

@@ -298,6 +298,11 @@ def test_a_dense_layer_is_read_whole_and_no_other(trace: Trace) -> None:
         assert kept == (row.n_pages if row.layer in (1, 2) else forced)
 
 
+def test_a_dense_layer_that_is_not_there_is_refused(trace: Trace) -> None:
+    with pytest.raises(CoverageLabError, match=r"no layer 3; it has 0 to 2"):
+        evaluate(trace, [parse_policy("exact/fixed:2,dense_layers=2-3")])
+
+
 # Profiles
 
 

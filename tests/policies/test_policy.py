@@ -75,6 +75,15 @@ def test_good_texts(text: str, canonical: str | None) -> None:
     assert hash(parse_policy(str(policy))) == hash(policy)
 
 
+def test_layers_are_written_in_order() -> None:
+    # 64 comes before 3 in a set of small integers.
+    policy = Policy(
+        estimator=estimators.get("mvar")(), budget=budgets.get("fixed")(), dense_layers=(64, 3, 2, 3)
+    )
+    assert str(policy) == "mvar/fixed:64,dense_layers=2-3+64"
+    assert parse_policy(str(policy)).dense_layers == (2, 3, 64)
+
+
 def test_a_text_says_everything() -> None:
     policy = parse_policy("quest/coverage:0.9,method=bisection,thresholds=4,dense_layers=0+2-3@layer")
     assert policy == Policy(
