@@ -39,7 +39,7 @@ def main() -> NoReturn:
     """Run the command line; errors of the user are one line and exit code 2."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(standalone_mode=False) or 0)
     except CoverageLabError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

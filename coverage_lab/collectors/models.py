@@ -174,9 +174,10 @@ def probe(
     config = _text_config(model.config)
     try:
         cache = DynamicCache(config=model.config)
+        options = {"attention_mask": None, "position_ids": None, "use_cache": True, "logits_to_keep": 1}
         with observed_attention(model, lambda call: calls.__setitem__(call.layer, call)):
             for token in torch.arange(3, device=model.device):
-                model(token[None, None], use_cache=True, **{cache_argument(model): cache})
+                model(token[None, None], **options, **{cache_argument(model): cache})
     except (torch.OutOfMemoryError, CoverageLabError):
         raise
     except Exception as error:  # whatever a model's own code raises
