@@ -346,7 +346,7 @@ class TestJsonLines:
         [
             *BROKEN_ROWS.values(),
             (line(question="what?"), "no field 'prompt'"),
-            (line(context="long"), "no field 'input'"),
+            (line(context="long"), "no field 'question'"),
             (line(prompt=" \n\t"), "prompt is empty"),
             (line(context="", question="  "), "prompt is empty"),
             (line(prompt=["a"]), "'prompt' holds list"),
