@@ -96,34 +96,10 @@ def variation() -> str:
     return markdown(["quantity", "SmolLM2-135M (95%)", "paper, Llama-3.1-8B"], rows)
 
 
-def costs() -> str:
-    recording, policies = load("recording"), load("policies")
-    rows = [
-        [
-            "recorded decode step over the plain one (exact and mvar)",
-            f"{recording['recorded_over_plain']:.2f}",
-        ],
-        [
-            "eager step with `output_attentions` over the plain one",
-            f"{recording['output_attentions_over_plain']:.2f}",
-        ],
-        ["peak memory of `collect` over `generate`", f"{recording['memory_over_generate']:.2f}"],
-        ["rows a second, one coverage policy, 100 pages a row", f"{policies['rows_per_second']:,}"],
-        ["time of 20 gammas over one", f"{policies['twenty_gammas_over_one']:.2f}"],
-        [
-            f"peak memory of `compare-policies`, {policies['compare_rows']['large']:,} rows over "
-            f"{policies['compare_rows']['small']:,}",
-            f"{policies['memory_large_over_small']:.2f}",
-        ],
-    ]
-    return markdown(["what", "measured"], rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "guarantee": guarantee,
     "reads": reads,
     "variation": variation,
-    "costs": costs,
 }
 
 
