@@ -157,7 +157,10 @@ def same_reads(
         FOLDS,
         progress=pace.step,
     )
-    families = _families(trace, lambda estimator, by: _scaled_family(estimator, by, fitted))
+    families = [
+        _with_dense_layers(family, reference.dense_layers)
+        for family in _families(trace, lambda estimator, by: _scaled_family(estimator, by, fitted))
+    ]
     brackets = np.tile([0.0, 1.0], (len(families), 1))
     for _ in range(3):
         passed = _try_levels(trace, families, brackets, target_coverage, pace)
@@ -178,7 +181,7 @@ def same_reads(
         line = record("same_reads", policy, final, index + 1, trace, seed, note=family.note)
         if abs(line["reads"] / reads - 1) > READS_TOLERANCE:
             line["note"] = _joined(line["note"], "reads could not be matched")
-        if not (policy == reference and line["reads"] == records[0]["reads"]):
+        if not _same_rule(policy, reference):
             records.append(line)
     return records
 
@@ -284,6 +287,19 @@ def _budget_family(estimator: str, budget: str, max_pages: int) -> Family:
         )
 
     return Family(at)
+
+
+def _with_dense_layers(family: Family, layers: tuple[int, ...]) -> Family:
+    return replace(family, at=lambda level, fold: replace(family.at(level, fold), dense_layers=layers))
+
+
+def _same_rule(one: Policy, other: Policy) -> bool:
+    """Whether two policies differ in nothing but how much they read."""
+    return (one.estimator, type(one.budget), one.granularity) == (
+        other.estimator,
+        type(other.budget),
+        other.granularity,
+    ) and not isinstance(one.budget, Profiled)
 
 
 def _quantile_family(estimator: str, by: By, needs: dict[Policy, list[GroupCounts]]) -> Family:
