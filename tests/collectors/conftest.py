@@ -79,10 +79,13 @@ class Zoo:
         self.directory = cache(self._directory)
         self.loaded = cache(self._loaded)
 
-    def build(self, family: str) -> PreTrainedModel:
-        """Return a new model in eval mode."""
+    def build(self, family: str, **changes: Any) -> PreTrainedModel:
+        """Return a new model in eval mode, some fields of its configuration changed."""
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+        config = CONFIGS[family]()
+        for name, value in changes.items():
+            setattr(config, name, value)
+        model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith(("q_norm.weight", "k_norm.weight")):

@@ -21,6 +21,7 @@ from coverage_lab.collectors.recorder import RequestRecorder
 from coverage_lab.policies.estimators import estimators
 from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import ROUNDING
+from coverage_lab.trace.writer import TraceWriter
 
 LENGTHS = (37, 21, 60)
 STEPS = 6
@@ -100,6 +101,18 @@ class TestTrace:
                 assert (shard_rows[name].list.len() == shard_rows["n_pages"]).all()
                 sums = shard_rows[name].list.eval(pl.element().cast(pl.Float64)).list.sum()
                 assert (sums - 1).abs().max() < 2**-11
+
+    def test_a_row_group_is_a_layer(self, recorded: Collector, monkeypatch: pytest.MonkeyPatch):
+        sizes: list[int] = []
+        write = TraceWriter.write
+
+        def spy(writer: TraceWriter, line: Any, frame: Any, row_group: int, tensors: Any) -> None:
+            sizes.append(row_group)
+            write(writer, line, frame, row_group, tensors)
+
+        monkeypatch.setattr(TraceWriter, "write", spy)
+        recorded()
+        assert sizes == [2 * STEPS] * 3
 
     def test_requests_table(self, recorded: Collector, zoo: Any):
         table = recorded(limit=2).requests
@@ -222,7 +235,9 @@ class TestDecoding:
         at = free[2].index(stop)
         monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [stop, 319])
         for batch_size in (1, 3):
-            table = recorded(ignore_eos=False, batch_size=batch_size).requests
+            trace = recorded(ignore_eos=False, batch_size=batch_size)
+            table = trace.requests
+            assert len(rows(trace).filter(request_id="rows-00002")) == 4 * 2 * at
             assert table["decoded_ids"].to_list()[2] == free[2][:at]
             assert table["stop"].to_list()[2] == "eos"
             assert table["steps"].to_list()[2] == at
@@ -285,7 +300,7 @@ class TestCost:
             ) -> Any:
                 nonlocal largest
                 result = function(*args, **(kwargs or {}))
-                for tensor in result if isinstance(result, tuple) else (result,):
+                for tensor in filter(torch.is_tensor, result if isinstance(result, tuple) else (result,)):
                     largest = max(largest, tensor.untyped_storage().nbytes() // 4)
                 return result
 
@@ -299,22 +314,28 @@ class TestCost:
             recorder.see(call, 0, 256, 0)
         assert key.numel() // 4 <= largest <= key.numel()
 
-    def test_decoding_waits_for_nothing_but_its_tokens(self, zoo: Any):
-        """On a GPU `item` and the like stop the host; here only the tokens of a step are read."""
-        waits: list[Any] = []
+    def test_recording_waits_for_nothing(self, zoo: Any, monkeypatch: pytest.MonkeyPatch):
+        """On a GPU `item` and the like stop the host until the device has come so far."""
+        waits: list[str] = []
 
         class Waits(TorchDispatchMode):
             def __torch_dispatch__(
                 self, function: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
-                if function is torch.ops.aten._local_scalar_dense.default:
-                    waits.append(args)
+                if function.name() in ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"):
+                    waits.append(function.name())
                 return function(*args, **(kwargs or {}))
 
+        see = RequestRecorder.see
+
+        def watched(recorder: RequestRecorder, *arguments: Any) -> None:
+            with Waits():
+                see(recorder, *arguments)
+
+        monkeypatch.setattr(RequestRecorder, "see", watched)
         held = {"mvar": estimators.get("mvar")()}
         recorders = [RequestRecorder(8, held, padding) for padding in (0, 9)]
-        with Waits():
-            decode_batch(zoo.loaded("gemma3"), [[5] * 30, [6] * 21], recorders, STEPS)
+        decode_batch(zoo.loaded("gemma3"), [[5] * 30, [6] * 21], recorders, STEPS)
         assert not waits
         assert len(recorders[1].take()[0]) == STEPS
 

@@ -14,6 +14,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoModelForCausalLM,
     BloomConfig,
+    DynamicCache,
     Lfm2Config,
     LlamaConfig,
     PreTrainedModel,
@@ -63,6 +64,8 @@ class TestLoading:
 
     def test_softcap_is_not_left_out(self, zoo: Any):
         assert zoo.loaded("gemma2").identity["attention"] == "eager"
+        capped = zoo.save(zoo.build("gemma3", attn_logit_softcapping=8.0), "capped")
+        assert load_model(str(capped), device="cpu").identity["attention"] == "eager"
         assert zoo.loaded("llama").identity["attention"] == "sdpa"
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -163,10 +166,8 @@ class TestRefusedFiles:
     def test_remote_code_is_not_run(
         self, zoo: Any, tmp_path: Path, model_type: str, monkeypatch: pytest.MonkeyPatch
     ):
-        def ask(*args: Any) -> str:
-            raise AssertionError("asked for trust")
-
-        monkeypatch.setattr("builtins.input", ask)
+        asked: list[Any] = []
+        monkeypatch.setattr("builtins.input", asked.append)
         directory = edited(
             zoo.directory("llama"),
             tmp_path / "remote",
@@ -178,6 +179,7 @@ class TestRefusedFiles:
             assert type(load_model(str(directory), device="cpu").model).__name__ == "LlamaForCausalLM"
         else:
             assert "runs no code of a model" in refusal(directory)
+        assert not asked
         assert not (tmp_path / "ran").exists()
 
 
@@ -235,6 +237,15 @@ class TestRefusedArchitectures:
         model = self.with_attention(zoo, fading)
         with pytest.raises(CoverageLabError, match=r"layer 0 .* is more than a softmax"):
             probe(model, "fading")
+
+    def test_attention_that_forgets(self, zoo: Any, monkeypatch: pytest.MonkeyPatch):
+        class Forgetful(DynamicCache):
+            def update(self, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+                return key, value
+
+        monkeypatch.setattr(models, "DynamicCache", Forgetful)
+        with pytest.raises(CoverageLabError, match="over all cached tokens"):
+            probe(zoo.build("llama"))
 
     def test_attention_that_fails(self, zoo: Any):
         def fail(*args: Any, **options: Any) -> Any:
