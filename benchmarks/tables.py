@@ -100,10 +100,37 @@ def variation() -> str:
     return markdown(header, rows)
 
 
+def costs() -> str:
+    recording, policies = load("recording"), load("policies")
+    sizes = policies["compare_rows"]
+    rows = [
+        [
+            "time of a recorded decode step (exact and mvar) over a plain one",
+            recording["recorded_over_plain"],
+        ],
+        ["the same for eager attention with `output_attentions`", recording["output_attentions_over_plain"]],
+        ["peak memory of `collect` over `generate`", recording["memory_over_generate"]],
+        ["time of 20 gammas over one", policies["twenty_gammas_over_one"]],
+        [
+            f"peak memory of `compare-policies` on {sizes['large']:,} rows over {sizes['small']:,}",
+            policies["memory_large_over_small"],
+        ],
+    ]
+    counts = [
+        ["rows a second, one coverage policy, 100 pages a row", policies["rows_per_second"]],
+        ["the same, files read and unpacked too", policies["rows_per_second_from_files"]],
+    ]
+    return markdown(
+        ["what", "measured"],
+        [[what, f"{value:.2f}"] for what, value in rows] + [[what, f"{value:,}"] for what, value in counts],
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "guarantee": guarantee,
     "reads": reads,
     "variation": variation,
+    "costs": costs,
 }
 
 

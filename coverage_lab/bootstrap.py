@@ -1,5 +1,7 @@
 """Percentile intervals by resampling requests, the independent unit of a trace."""
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -7,10 +9,13 @@ RESAMPLES = 2000
 LEVEL = 0.95
 
 
+@lru_cache(maxsize=1)
 def resample_weights(requests: int, seed: int = 0, resamples: int = RESAMPLES) -> np.ndarray:
-    """Return `[resamples, requests]`: how often each request is drawn in each resample."""
+    """Return `[resamples, requests]`: how often each request is drawn in each resample; read-only."""
     generator = np.random.default_rng(seed)
-    return generator.multinomial(requests, np.full(requests, 1 / requests), size=resamples).astype(float)
+    weights = generator.multinomial(requests, np.full(requests, 1 / requests), size=resamples).astype(float)
+    weights.flags.writeable = False
+    return weights
 
 
 def interval(values: ArrayLike) -> tuple[float, float]:

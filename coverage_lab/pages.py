@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from coverage_lab.errors import CoverageLabError
@@ -59,7 +59,7 @@ class Rows:
     n_pages, first_page, position : Tensor
         `[rows]` int64: pages of the row, absolute number of its first one, position of its query.
     layer, kv_head : Tensor
-        `[rows]` int64.
+        `[rows]` int64; KV head -1 stands for a list that all KV heads of the layer share.
     page_size : int
         Tokens a page.
     """
@@ -74,19 +74,18 @@ class Rows:
     def __len__(self) -> int:
         return len(self.n_pages)
 
-    def valid(self, width: int) -> Tensor:
-        """Return `[rows, width]` bool: the columns that are pages of the row."""
-        return self._columns(width) < self.n_pages[:, None]
+    def valid(self, columns: int | range) -> Tensor:
+        """Return `[rows, columns]` bool: which columns (an int: the first so many) are pages of the row."""
+        return self._columns(columns) < self.n_pages[:, None]
 
-    def forced(self, width: int) -> Tensor:
-        """Return `[rows, width]` bool: the sink page 0, where the row still sees it, and the current page."""
-        columns = self._columns(width)
-        sink = (columns == 0) & (self.first_page[:, None] == 0)
-        return sink | (columns == self.n_pages[:, None] - 1)
+    def forced(self, columns: int | range, sink: int = 1) -> Tensor:
+        """Return `[rows, columns]` bool: the first `sink` pages, if still seen, and the current one."""
+        places, last = self._columns(columns), self.n_pages[:, None] - 1
+        return (places == last) | ((places + self.first_page[:, None] < sink) & (places < last))
 
-    def n_forced(self) -> Tensor:
-        """Return `[rows]` int64: how many pages are forced (1 or 2)."""
-        return 1 + ((self.first_page == 0) & (self.n_pages > 1)).long()
+    def n_forced(self, sink: int = 1) -> Tensor:
+        """Return `[rows]` int64: how many pages are forced."""
+        return 1 + (sink - self.first_page).clamp(min=0).minimum(self.n_pages - 1)
 
     def dither(self) -> Tensor:
         """Return `[rows]` float64 in [0, 1): offsets that turn a fractional page count into whole ones.
@@ -95,17 +94,14 @@ class Rows:
         """
         step, layer, head = _DITHER
         return (
-            0.5 + self.position.double() * step + self.layer.double() * layer + self.kv_head.double() * head
+            0.5
+            + self.position.double() * step
+            + self.layer.double() * layer
+            + self.kv_head.clamp(min=0).double() * head
         ) % 1.0
 
-    def take(self, index: Tensor) -> Rows:
-        """Return the rows at `index`."""
-        return replace(self, **{name: getattr(self, name)[index] for name in _ROW_FIELDS})
-
-    def _columns(self, width: int) -> Tensor:
+    def _columns(self, columns: int | range) -> Tensor:
         import torch
 
-        return torch.arange(width, device=self.n_pages.device)
-
-
-_ROW_FIELDS = ("n_pages", "first_page", "position", "layer", "kv_head")
+        places = range(columns) if isinstance(columns, int) else columns
+        return torch.arange(places.start, places.stop, device=self.n_pages.device)

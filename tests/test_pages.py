@@ -84,15 +84,17 @@ def test_rows(device: str) -> None:
     assert rows.n_forced().tolist() == rows.forced(4).sum(1).tolist()
 
 
-def test_take_keeps_rows_together() -> None:
-    rows = rows_of([3, 1, 4], [0, 0, 2])
-    taken = rows.take(torch.tensor([2, 0]))
-    assert taken.n_pages.tolist() == [4, 3]
-    assert taken.first_page.tolist() == [2, 0]
-    assert taken.position.tolist() == [102, 100]
-    assert taken.layer.tolist() == [2, 0]
-    assert taken.kv_head.tolist() == [9, 7]
-    assert taken.page_size == 16
+@pytest.mark.parametrize("sink", [0, 1, 2, 3, 9])
+def test_forced_pages_of_any_sink(sink: int) -> None:
+    rows = rows_of([3, 1, 4, 1, 5], [0, 0, 2, 3, 1])
+    forced = rows.forced(6, sink)
+    for row, (pages, first) in enumerate([(3, 0), (1, 0), (4, 2), (1, 3), (5, 1)]):
+        kept = {page for page in range(pages) if first + page < sink} | {pages - 1}
+        assert set(forced[row].nonzero()[:, 0].tolist()) == kept
+    assert rows.n_forced(sink).tolist() == forced.sum(1).tolist()
+    for part in (range(0, 2), range(2, 6), range(4, 4)):
+        assert torch.equal(rows.forced(part, sink), forced[:, part.start : part.stop])
+        assert torch.equal(rows.valid(part), rows.valid(6)[:, part.start : part.stop])
 
 
 def grid(layers: int, heads: int, steps: int) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -44,16 +45,27 @@ def to_frame(records: list[dict[str, Any]]) -> pl.DataFrame:
     )
 
 
-def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
-    """Draw one table: a dot and its 95% interval for each policy, a line for each budget."""
+def plot(table: pl.DataFrame, ax: Axes | None = None, lines: Sequence[str] | None = None) -> Axes:
+    """Draw one table: a dot and its 95% interval for each policy, a line for each budget.
+
+    Parameters
+    ----------
+    table : DataFrame
+        Lines of one table of `compute`.
+    ax : Axes, optional
+        Where to draw; the current axes by default.
+    lines : sequence of str, optional
+        The budgets from top to bottom; the best first by default.
+    """
     import matplotlib.pyplot as plt
     import seaborn
+    from matplotlib.ticker import PercentFormatter
 
     ax = ax or plt.gca()
     kind = table["table"][0]
     column, label = _AXES[kind]
     line = "policy" if kind == "given" else "budget"
-    lines = table.group_by(line).agg(pl.col(column).min()).sort(column, line)[line].to_list()
+    lines = _best_first(table) if lines is None else list(lines)
     estimators = sorted(set(table["estimator"]) - {NONE}, key=lambda name: (name != "exact", name))
     colours = dict(zip(estimators, seaborn.color_palette("colorblind", len(estimators)), strict=True))
     for estimator, colour in {**colours, NONE: (0.5, 0.5, 0.5)}.items():
@@ -70,6 +82,9 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set(xlabel=label, title=TITLES[kind])
     if kind == "same_guarantee":
         ax.axvline(1, color="0.4", ls="--", lw=1, zorder=0)
+        ax.text(1, len(lines) - 0.55, " oracle set", color="0.4", fontsize="small")
+    else:
+        ax.xaxis.set_major_formatter(PercentFormatter(1))
     ax.grid(axis="x", color="0.9")
     ax.set_axisbelow(True)
     ax.legend(title="shares from", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
@@ -78,13 +93,22 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
 
 
 def figure(table: pl.DataFrame) -> Figure:
-    """Draw every table of a comparison side by side."""
+    """Draw every table of a comparison side by side, the budgets in the order of the first one."""
     import matplotlib.pyplot as plt
 
     kinds = table["table"].unique(maintain_order=True).to_list()
-    lines = table["policy" if kinds == ["given"] else "budget"].n_unique()
-    size = 6.8 * len(kinds), 0.55 * lines + 1.4
+    tables = [table.filter(pl.col("table") == kind) for kind in kinds]
+    lines = list(dict.fromkeys(name for part in tables for name in _best_first(part)))
+    size = 6.4 * len(kinds) + 0.6, 0.55 * len(lines) + 1.4
     drawn, axes = plt.subplots(1, len(kinds), figsize=size, layout="constrained", squeeze=False)
-    for kind, ax in zip(kinds, axes[0], strict=True):
-        plot(table.filter(pl.col("table") == kind), ax)
+    for part, ax in zip(tables, axes[0], strict=True):
+        plot(part, ax, lines)
+        if ax is not axes[0, -1]:
+            ax.get_legend().remove()
     return drawn
+
+
+def _best_first(table: pl.DataFrame) -> list[str]:
+    column, _ = _AXES[table["table"][0]]
+    line = "policy" if table["table"][0] == "given" else "budget"
+    return table.group_by(line).agg(pl.col(column).min()).sort(column, line)[line].to_list()

@@ -82,7 +82,7 @@ def need_map(trace: Trace, gamma: float = 0.95) -> pl.DataFrame:
     )
 
 
-def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
+def plot(table: pl.DataFrame, ax: Axes | None = None, title: str = "Mean size of the oracle set") -> Axes:
     """Draw the map of `need_map` as a heatmap, layers across and KV heads down."""
     import matplotlib.pyplot as plt
     import seaborn
@@ -99,23 +99,25 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         vmin=0,
         vmax=100,
         cmap="rocket_r",
-        xticklabels=_every(layers, 2 if len(layers) > 16 else 1),
+        xticklabels=False,
         yticklabels=heads,
         cbar_kws={"label": "pages needed (% of context)"},
     )
-    ax.set(xlabel="layer", ylabel="KV head", title="Mean size of the oracle set")
+    stride = 2 if len(layers) > 16 else 1
+    ax.set_xticks(np.arange(0, len(layers), stride) + 0.5, layers[::stride])
+    ax.set(xlabel="layer", ylabel="KV head", title=title)
     ax.tick_params(axis="both", rotation=0)
     return ax
 
 
-def figure(table: pl.DataFrame) -> Figure:
+def figure(table: pl.DataFrame, title: str = "Mean size of the oracle set") -> Figure:
     """Draw the map of `need_map` in a figure of its own."""
     import matplotlib.pyplot as plt
 
     layers, heads = table["layer"].n_unique(), table["kv_head"].n_unique()
     size = max(6.4, 0.28 * layers + 2), max(2.4, 0.32 * heads + 1.6)
     drawn, ax = plt.subplots(figsize=size, layout="constrained")
-    plot(table, ax)
+    plot(table, ax, title)
     return drawn
 
 
@@ -199,7 +201,3 @@ def _line(quantity: str, sums: np.ndarray, groups: np.ndarray, seed: int) -> dic
         "groups": int(groups.sum()),
         "requests": len(groups),
     }
-
-
-def _every(labels: Sequence[int], stride: int) -> list[str]:
-    return [str(label) if place % stride == 0 else "" for place, label in enumerate(labels)]

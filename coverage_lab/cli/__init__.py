@@ -30,7 +30,10 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 app.command("collect")(collect.collect)
-app.command("compare-policies")(compare_policies.compare_policies)
+# Extra arguments are the second and later ones of --policies.
+app.command("compare-policies", context_settings={"allow_extra_args": True})(
+    compare_policies.compare_policies
+)
 app.command("variation")(variation.variation)
 app.command("fit-profile")(fit_profile.fit_profile)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -11,8 +12,8 @@ from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed,
 
 
 def compare_policies(
+    context: typer.Context,
     trace: TracePath,
-    more: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", hidden=True)] = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(
@@ -42,12 +43,12 @@ def compare_policies(
     from coverage_lab.trace import Trace
 
     output.check_outputs(json, csv, figure=figure)
-    if more and not policies:
-        raise CoverageLabError(f"unexpected argument {more[0]!r}; policies come after --policies")
+    if context.args and not policies:
+        raise CoverageLabError(f"unexpected argument {context.args[0]!r}; policies come after --policies")
     data = Trace(trace)
     with PassProgress(quiet) as progress:
         if policies:
-            records = compare.given(data, [*policies, *(more or [])], target_coverage, seed, progress)
+            records = compare.given(data, [*policies, *context.args], target_coverage, seed, progress)
         else:
             records = compare.compare(data, target_coverage, target_rows, anchor, seed, progress)
     if not output.write_records(records, json, csv):
@@ -93,6 +94,8 @@ def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_row
                 _interval(line, guarantee) for line in lines
             ],
         }
+        if kind == "same_reads":
+            cells["against the anchor\n95%, paired"] = [_signed_interval(line) for line in lines]
         heading = ": ".join(filter(None, [title, details[kind]]))
         print_table(screen, heading, list(cells), list(zip(*cells.values(), strict=True)), _DROPPABLE)
     notes = dict.fromkeys(
@@ -103,10 +106,16 @@ def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_row
     explained = (
         f"{records[0]['rows']:,} rows of {records[0]['requests']} requests. "
         "Requested is the budget's own number, all else is realised. "
-        "Reads are kept pages over all pages; metadata is what the estimate reads beside them."
+        "Reads are kept pages over all pages; metadata is what the estimate reads beside them "
+        "(exact reads every key)."
     )
     for line in (explained, *notes):
         screen.print(line, highlight=False, markup=False)
+
+
+def _signed_interval(line: dict[str, Any]) -> str:
+    low, high = line["vs_anchor_low"], line["vs_anchor_high"]
+    return "-" if low is None or math.isnan(low) else f"{100 * low:+.1f}%..{100 * high:+.1f}%"
 
 
 def _interval(line: dict[str, Any], guarantee: bool) -> str:

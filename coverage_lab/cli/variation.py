@@ -27,6 +27,7 @@ def variation(
     data = Trace(trace)
     found = analysis.compute(data, gamma, seed)
     needs = analysis.need_map(data, gamma)
+    title = f"C*({gamma:g}): {data.manifest['run']['model']['model']}, {len(data.shards)} requests"
     if not output.write_records(found.to_dicts(), json, csv):
         screen = output.console()
         rows = [
@@ -38,10 +39,8 @@ def variation(
             ]
             for line in found.to_dicts()
         ]
-        model = data.manifest["run"]["model"]["model"]
-        title = f"Pages of C*({gamma:g}): {model}, {len(data.shards)} requests"
         columns = ["quantity", "ours", "95% interval", "paper,\nLlama-3.1-8B"]
-        output.print_table(screen, title, columns, rows)
+        output.print_table(screen, f"Pages of {title}", columns, rows)
         if not quiet:
             by_layer = needs.group_by("layer").mean().sort("fraction", descending=True)
             layers = [int(layer) for layer in by_layer["layer"]]
@@ -52,4 +51,4 @@ def variation(
                 highlight=False,
             )
     if figure:
-        output.save_figure(analysis.figure(needs), figure)
+        output.save_figure(analysis.figure(needs, f"Mean size of {title}"), figure)

@@ -338,8 +338,8 @@ def _record(
             continue
         start = time.perf_counter()
         recorded = _record_batch(options, loaded, batch, stop_ids)
-        for request, (line, rows, row_group, tensors) in zip(batch, recorded, strict=True):
-            writer.write(line, rows, row_group, tensors)
+        for request, (line, rows, tensors) in zip(batch, recorded, strict=True):
+            writer.write(line, rows, tensors)
             if reporter and request.id not in done:
                 reporter.request(line, (time.perf_counter() - start) / len(batch))
 
@@ -356,7 +356,7 @@ def _stop_ids(loaded: LoadedModel) -> frozenset[int]:
     return frozenset(i for i in ids | {loaded.tokenizer.eos_token_id} if i is not None)
 
 
-_Recorded = tuple[dict[str, Any], pl.DataFrame | None, int, bytes | None]
+_Recorded = tuple[dict[str, Any], pl.DataFrame | None, bytes | None]
 
 
 def _record_batch(
@@ -396,11 +396,10 @@ def _record_batch(
         assembler.add(recorder.take())
         line = _request_line(options, request, result)
         if result.error:
-            recorded.append((line, None, 0, None))
+            recorded.append((line, None, None))
             continue
         tensors = safetensors.torch.save(recorder.tensors) if recorder.tensors else None
-        row_group = loaded.layers[0].kv_heads * len(result.ids)
-        recorded.append((line, assembler.frame(), row_group, tensors))
+        recorded.append((line, assembler.frame(), tensors))
     return recorded
 
 

@@ -80,7 +80,9 @@ def json_rows(lines: Iterable[bytes], name: str) -> Iterator[Row]:
             continue
         try:
             fields = json.loads(text)
-        except (ValueError, RecursionError):
+        except json.JSONDecodeError as error:
+            raise CoverageLabError(f"{where}: not valid JSON ({error.msg}, column {error.colno})") from None
+        except (ValueError, RecursionError):  # a number of too many digits, brackets too deep
             raise CoverageLabError(f"{where}: not valid JSON") from None
         if not isinstance(fields, dict):
             raise CoverageLabError(f"{where}: {type(fields).__name__} where an object is expected")

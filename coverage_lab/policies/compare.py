@@ -107,7 +107,7 @@ def same_guarantee(
     for number in range(3):
         tried.append(_try_levels(trace, families, brackets, target_coverage, pace))
         result, grid = tried[-1].result, tried[-1].levels
-        met = (result.covered.sum(0) >= target_rows * result.rows.sum()).reshape(len(families), LEVELS)
+        met = (result.covered.sum(0) / result.rows.sum() >= target_rows).reshape(len(families), LEVELS)
         met[:, -1] = True  # the top level reads all it can
         first = met.argmax(1)
         # After the first pass a margin stays: resampling the requests moves the level.
@@ -125,7 +125,7 @@ def same_guarantee(
         line = record("same_guarantee", policy, final, index, trace, seed, headline, family.note)
         if isinstance(policy.budget, Profiled):
             line["requested"] = round(float(chosen[index]), 4)  # the quantile
-        if final.covered[:, index].sum() < target_rows * final.rows.sum():
+        if final.covered[:, index].sum() / final.rows.sum() < target_rows:
             line["note"] = _joined(line["note"], "guarantee not reached")
         records.append(line)
     return records
@@ -146,7 +146,7 @@ def same_reads(
     _check_fraction("target coverage", target_coverage)
     reference = parse_policy(anchor)
     pace = _Pace(trace, "same reads", 6, progress)
-    start = evaluate(trace, [reference], target_coverage, quantiles=False, progress=pace.step)
+    start = evaluate(trace, [reference], target_coverage, realised=False, progress=pace.step)
     reads = float(start.kept.sum() / start.pages.sum())
     fitted = group_counts(
         trace,
@@ -178,7 +178,7 @@ def same_reads(
     records = [record("same_reads", reference, final, 0, trace, seed, note="anchor")]
     for index, family in enumerate(families):
         policy = family.at(float(chosen[index]), 0)
-        line = record("same_reads", policy, final, index + 1, trace, seed, note=family.note)
+        line = record("same_reads", policy, final, index + 1, trace, seed, note=family.note, anchor=0)
         if abs(line["reads"] / reads - 1) > READS_TOLERANCE:
             line["note"] = _joined(line["note"], "reads could not be matched")
         if not _same_rule(policy, reference):
@@ -210,17 +210,26 @@ def record(
     seed: int = 0,
     headline: tuple[str, tuple[float, float]] | None = None,
     note: str = "",
+    anchor: int | None = None,
 ) -> dict[str, Any]:
     """Return one line of a table.
 
     Keys: `table`, `policy` (canonical text), `requested` (the budget's own number), `reads` (kept pages over
     all pages), `reads_metadata` (bytes of the estimate over the bytes of the cache), `pages_over_oracle`,
     `tokens_over_oracle`, `coverage_mean`, `coverage_p5`, `coverage_p1`, `rows_below_target`, `ci_low` and
-    `ci_high` (bootstrap 95% interval over requests of the column `ci_of`), `rows`, `requests`, `note`.
+    `ci_high` (bootstrap 95% interval over requests of the column `ci_of`), `below_vs_anchor` (rows below
+    target, less those of the policy at place `anchor`) with `vs_anchor_low` and `vs_anchor_high` (paired
+    interval: both policies on the same requests of every resample; None without an anchor), `rows`,
+    `requests`, `note`.
     """
     rows = result.rows.sum()
     below = result.rows - result.covered[:, index]
     ci_of, (low, high) = headline or ("rows_below_target", ratio_interval(below, result.rows, seed))
+    against: dict[str, float | None] = dict.fromkeys(("below_vs_anchor", "vs_anchor_low", "vs_anchor_high"))
+    if anchor is not None:
+        more = result.covered[:, anchor] - result.covered[:, index]
+        ends = ratio_interval(more, result.rows, seed)
+        against = dict(zip(against, (float(more.sum() / rows), *ends), strict=True))
     return {
         "table": table,
         "policy": str(policy),
@@ -236,6 +245,7 @@ def record(
         "ci_low": low,
         "ci_high": high,
         "ci_of": ci_of,
+        **against,
         "rows": int(rows),
         "requests": len(result.rows),
         "note": note,
@@ -359,7 +369,7 @@ def _try_levels(
 ) -> _Tried:
     grid = np.linspace(brackets[:, 0], brackets[:, 1], LEVELS, axis=1)  # [families, LEVELS]
     repeated = [family for family in families for _ in range(LEVELS)]
-    result = evaluate(trace, _policies(repeated, grid.ravel()), target, quantiles=False, progress=pace.step)
+    result = evaluate(trace, _policies(repeated, grid.ravel()), target, realised=False, progress=pace.step)
     return _Tried(grid, result)
 
 

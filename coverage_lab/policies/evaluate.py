@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from coverage_lab.kernels.select.reference import Ranking, oracle_counts
 from coverage_lab.pages import Rows
 from coverage_lab.policies.parallel import in_order
 from coverage_lab.policies.policy import Policy
-from coverage_lab.trace import Block, Trace
+from coverage_lab.trace import Block, Span, Trace
 from coverage_lab.trace.schema import oracle_column, share_column
 
 # Realised coverage is counted in bins of this width, which bounds the error of its quantiles.
@@ -69,7 +69,7 @@ def evaluate(
     trace: Trace,
     policies: Sequence[Policy] | PoliciesOf,
     target: float = 0.95,
-    quantiles: bool = True,
+    realised: bool = True,
     progress: Callable[[int], None] = lambda request: None,
 ) -> Evaluation:
     """Apply policies to every row of a trace, in one pass.
@@ -82,8 +82,8 @@ def evaluate(
         The policies, or a function from the place of a request to its policies (always as many).
     target : float
         Coverage that counts as enough, and gamma of the oracle set.
-    quantiles : bool
-        Whether to count the histogram of realised coverage.
+    realised : bool
+        Whether to sum realised coverage and count its histogram; a search needs neither.
     progress : callable
         Called with the place of every request that is done.
 
@@ -102,40 +102,42 @@ def evaluate(
     sums |= {name: np.zeros((n_requests, n_policies)) for name in _PER_POLICY}
     histogram = np.zeros((n_policies, COVERAGE_BINS + 1))
 
-    def work(block: Block) -> tuple[int, dict[str, np.ndarray], np.ndarray]:
+    def work(span: Span) -> tuple[int, dict[str, np.ndarray], np.ndarray | None]:
+        block = span.read()
         view = _View(block, trace.page_size, _group_size(trace))
-        return block.request, *_block_sums(view, policies_of(block.request), target, quantiles)
+        return block.request, *_block_sums(view, policies_of(block.request), target, realised)
 
-    for request, part, counted in in_order(work, _blocks(trace, policies_of(0), progress, target)):
+    for request, part, counted in in_order(work, _spans(trace, policies_of(0), progress, target)):
         for name, value in part.items():
             sums[name][request] += value
-        if quantiles:
+        if counted is not None:
             histogram += counted
     return Evaluation(**sums, histogram=histogram, target=target)
 
 
 def _block_sums(
-    view: _View, policies: Sequence[Policy], target: float, quantiles: bool
-) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    view: _View, policies: Sequence[Policy], target: float, realised: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
     """Return the sums of one block by name, and its histogram of realised coverage."""
     n_pages = view.rows.n_pages
     oracle_pages, oracle_tokens = view.oracle(target)
     sums = {name: np.zeros(len(policies)) for name in _PER_POLICY}
-    histogram = np.zeros((len(policies), COVERAGE_BINS + 1) if quantiles else (1, 1))
+    histogram = np.zeros((len(policies), COVERAGE_BINS + 1)) if realised else None
     for indices in _grouped(policies):
-        kept, coverage = _apply(view, [policies[i] for i in indices])
+        kept, covered, coverage = _apply(view, [policies[i] for i in indices], target, realised)
         sums["kept"][indices] = kept.sum(0).numpy()
-        sums["kept_tokens"][indices] = view.tokens(kept)
-        sums["coverage"][indices] = coverage.sum(0, dtype=torch.float64).numpy()
-        sums["covered"][indices] = (coverage >= target - TOLERANCE).sum(0).numpy()
-        if quantiles:
+        sums["covered"][indices] = covered.sum(0).numpy()
+        if histogram is not None and coverage is not None:
+            sums["coverage"][indices] = coverage.sum(0, dtype=torch.float64).numpy()
             bins = (coverage * COVERAGE_BINS).round().long().clamp(0, COVERAGE_BINS)
             for column, index in enumerate(indices):
                 histogram[index] = torch.bincount(bins[:, column], minlength=COVERAGE_BINS + 1).numpy()
+    pages = n_pages.sum().numpy()
     sums |= {
+        "kept_tokens": view.tokens(sums["kept"]),
         "rows": np.asarray(len(n_pages)),
-        "pages": n_pages.sum().numpy(),
-        "tokens": view.tokens(n_pages),
+        "pages": pages,
+        "tokens": view.tokens(pages),
         "oracle_pages": np.asarray(oracle_pages),
         "oracle_tokens": np.asarray(oracle_tokens),
     }
@@ -154,33 +156,32 @@ def policy_counts(
     reaches it, in place of those that the policy keeps.
     """
 
-    def work(block: Block) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    def work(span: Span) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        block = span.read()
         view = _View(block, trace.page_size, _group_size(trace))
         kept = torch.empty((len(view.rows), len(policies)), dtype=torch.long)
         for indices in _grouped(policies):
             if covering is None:
                 kept[:, indices] = _apply(view, [policies[i] for i in indices])[0]
-                continue
-            ranking, realised = view.ranked(policies[indices[0]])
-            need = (realised < covering - TOLERANCE).sum(1) + 1
-            kept[:, indices] = need.maximum(ranking.n_forced).minimum(view.rows.n_pages)[:, None]
+            else:
+                kept[:, indices] = view.ranked(policies[indices[0]]).need(covering)[:, None]
         return block.request, block.columns["layer"], block.columns["kv_head"], kept.numpy()
 
-    yield from in_order(work, _blocks(trace, policies, progress))
+    yield from in_order(work, _spans(trace, policies, progress))
 
 
-def _blocks(
+def _spans(
     trace: Trace, policies: Sequence[Policy], progress: Callable[[int], None], target: float | None = None
-) -> Iterator[Block]:
+) -> Iterator[Span]:
     done = 0
     columns = _columns(policies, trace)
     if target in trace.gammas:
         columns.append(oracle_column(target))
-    for block in trace.blocks(columns):
-        while done < block.request:
+    for span in trace.spans(columns):
+        while done < span.request:
             progress(done)
             done += 1
-        yield block
+        yield span
     progress(done)
 
 
@@ -198,7 +199,7 @@ class _View:
         exact = torch.from_numpy(block.columns[share_column("exact")])
         # Rounded shares do not quite sum to one.
         self.exact = exact / exact.sum(1, keepdim=True)
-        self._ranked: dict[object, tuple[Ranking, Tensor]] = {}
+        self._ranked: dict[object, _Ranked] = {}
 
     def shares(self, estimator: str, granularity: str, query_head: int | None = None) -> Tensor:
         shares = torch.from_numpy(self._block.columns[share_column(estimator, query_head)])
@@ -212,7 +213,7 @@ class _View:
         # Rows that share a list must round a fractional budget alike.
         if granularity != "layer":
             return self.rows
-        return Rows(**{**vars(self.rows), "kv_head": torch.zeros_like(self.rows.kv_head)})
+        return replace(self.rows, kv_head=torch.full_like(self.rows.kv_head, -1))
 
     def oracle(self, target: float) -> tuple[int, int]:
         """Pages and tokens of C*(target), over all rows."""
@@ -223,22 +224,22 @@ class _View:
             counts = torch.from_numpy(recorded)
         # The current page is the last one, so every page that ties with it comes first.
         current = self.exact.gather(1, self.rows.n_pages[:, None] - 1)
-        ahead = (self.exact >= current) & self.rows.valid(self.exact.shape[1])
-        tokens = counts * self.rows.page_size - self._missing() * (ahead.sum(1) <= counts)
+        ahead = (self.exact >= current).sum(1).minimum(self.rows.n_pages)
+        tokens = counts * self.rows.page_size - self._missing() * (ahead <= counts)
         return int(counts.sum()), int(tokens.sum())
 
-    def tokens(self, kept: Tensor) -> np.ndarray:
-        """Tokens of `kept` pages (`[rows]` or `[rows, policies]`), the current page always among them."""
-        return np.asarray((kept.sum(0) * self.rows.page_size - self._missing().sum()).numpy())
+    def tokens(self, pages: np.ndarray) -> np.ndarray:
+        """Tokens of so many pages over all rows, the current page of every row among them."""
+        return pages * self.rows.page_size - self._missing().sum().numpy()
 
-    def ranked(self, policy: Policy) -> tuple[Ranking, Tensor]:
-        """The ranking of a policy, and the exact coverage of its first k + 1 pages."""
+    def ranked(self, policy: Policy) -> _Ranked:
+        """The pages in the order in which a policy takes them."""
         estimator = policy.estimator.name if policy.budget.reads_shares else "exact"
         key = (estimator, policy.granularity, policy.budget.order())
         if key not in self._ranked:
             shares = self.shares(estimator, policy.granularity)
             ranking = policy.budget.rank(shares, self.geometry(policy.granularity))
-            self._ranked[key] = ranking, self.exact.gather(1, ranking.order).cumsum(1)
+            self._ranked[key] = _Ranked(ranking, self.exact.gather(1, ranking.order).cumsum(1))
         return self._ranked[key]
 
     def _missing(self) -> Tensor:
@@ -246,25 +247,49 @@ class _View:
         return self.rows.page_size - 1 - self.rows.position % self.rows.page_size
 
 
-def _apply(view: _View, policies: Sequence[Policy]) -> tuple[Tensor, Tensor]:
-    """Return pages kept and realised coverage `[rows, policies]` of policies that share a ranking."""
+@dataclass(frozen=True)
+class _Ranked:
+    """A ranking, and the exact coverage of its first k + 1 pages, `[rows, width]`."""
+
+    ranking: Ranking
+    realised: Tensor
+
+    def need(self, target: float) -> Tensor:
+        """`[rows]`: the fewest pages, forced ones among them, that cover the target; all where none do."""
+        enough = torch.full((len(self.realised), 1), target - TOLERANCE)
+        need = torch.searchsorted(self.realised, enough)[:, 0] + 1
+        return need.maximum(self.ranking.n_forced).minimum(self.ranking.rows.n_pages)
+
+
+def _apply(
+    view: _View, policies: Sequence[Policy], target: float = 1.0, realised: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return pages kept, whether they cover and, if asked, how much, of policies that share a ranking.
+
+    All are `[rows, policies]`.
+    """
     first = policies[0]
+    coverage: Tensor | None
     if first.granularity == "query_head":
         kept, coverage = _apply_union(view, policies)
+        covered = coverage >= target - TOLERANCE
     else:
-        ranking, realised = view.ranked(first)
-        kept = type(first.budget).counts(ranking, [policy.budget for policy in policies])
-        coverage = realised.gather(1, kept - 1)
+        ranked = view.ranked(first)
+        kept = type(first.budget).counts(ranked.ranking, [policy.budget for policy in policies])
+        covered = kept >= ranked.need(target)[:, None]
+        coverage = ranked.realised.gather(1, kept - 1) if realised else None
     for column, policy in enumerate(policies):
         if policy.dense_layers:
             dense = torch.isin(view.rows.layer, torch.tensor(policy.dense_layers))
             kept[dense, column] = view.rows.n_pages[dense]
-            coverage[dense, column] = 1.0
-    return kept, coverage
+            covered[dense, column] = True
+            if coverage is not None:
+                coverage[dense, column] = 1.0
+    return kept, covered, coverage
 
 
 def _apply_union(view: _View, policies: Sequence[Policy]) -> tuple[Tensor, Tensor]:
-    """Every query head selects; the row reads the union."""
+    """Every query head selects; the row reads the union. Returns pages kept and realised coverage."""
     name = policies[0].estimator.name
     kept, coverage = [], []
     for policy in policies:

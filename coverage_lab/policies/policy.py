@@ -49,6 +49,7 @@ class Policy:
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
             raise unknown("granularity", str(self.granularity), list(GRANULARITIES))
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
 
     def __str__(self) -> str:
         options = _changed_options(self.budget)
@@ -77,7 +78,9 @@ class Policy:
         if not slash or not rest:
             raise CoverageLabError(f"policy {text!r} is not of the form {_FORM}; try mvar/coverage:0.98")
         rest, granularity = _split_granularity(rest)
-        name, _, arguments = rest.partition(":")
+        name, colon, arguments = rest.partition(":")
+        if colon and not arguments:
+            raise CoverageLabError(f"policy {text!r} ends in a colon; write {head}/{name} for the default")
         estimator = estimators.get(head)()
         budget_class = budgets.get(name)
         options: dict[str, Any] = {}

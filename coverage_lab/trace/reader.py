@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import polars as pl
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import schema
 
-# Elements of one padded matrix of a block; keeps a block within some tens of megabytes.
-BLOCK_ELEMENTS = 1 << 21
+# Elements of one padded matrix; keeps a block and what is made of it within some tens of megabytes.
+BLOCK_ELEMENTS = 1 << 18
 
 _GEOMETRY = ("layer", "kv_head", "step", "position", "n_pages", "first_page")
 
@@ -54,6 +54,22 @@ class Block:
     kv_heads: int
     steps: int
     columns: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a block lies; reading it is left to whoever works on it.
+
+    Attributes
+    ----------
+    request : int
+        Place of the request among those that have rows.
+    read : callable
+        Returns the block.
+    """
+
+    request: int
+    read: Callable[[], Block]
 
 
 class Trace:
@@ -157,20 +173,40 @@ class Trace:
             raise CoverageLabError(f"{self.path} has no column {column!r}; collect it with {way}")
 
     def blocks(self, columns: Sequence[str], elements: int = BLOCK_ELEMENTS) -> Iterator[Block]:
-        """Yield the rows in blocks of whole layers, request after request.
+        """Yield the rows in blocks of whole layers, request after request; see `spans`."""
+        for span in self.spans(columns, elements):
+            yield span.read()
+
+    def spans(self, columns: Sequence[str], elements: int = BLOCK_ELEMENTS) -> Iterator[Span]:
+        """Yield where the blocks lie.
 
         Parameters
         ----------
         columns : sequence of str
             List and scalar columns wanted beside the geometry.
         elements : int
-            Most elements of a padded matrix.
+            Most elements of a padded matrix, unless one layer has more.
         """
         self.require(columns)
-        layers, kv_heads = len(self.geometry["layers"]), int(self.geometry["kv_heads"])
+        layers = len(self.geometry["layers"])
         for request, shard in enumerate(self.shards):
-            self._verify(shard.path, shard.sha256)
-            yield from _shard_blocks(request, shard, layers, kv_heads, columns, elements)
+            together = max(1, elements // (shard.rows // layers * shard.max_pages))
+            for first in range(0, layers, together):
+                part = range(first, min(first + together, layers))
+                yield Span(request, partial(self._read, request, part, columns))
+
+    def _read(self, request: int, part: range, columns: Sequence[str]) -> Block:
+        shard = self.shards[request]
+        layers, kv_heads = len(self.geometry["layers"]), int(self.geometry["kv_heads"])
+        self._verify(shard.path, shard.sha256)
+        a_layer = shard.rows // layers
+        wanted = [*_GEOMETRY, *(column for column in columns if column not in _GEOMETRY)]
+        if len(part) == layers:
+            frame = pl.read_parquet(shard.path, columns=wanted)
+        else:
+            rows = pl.scan_parquet(shard.path).slice(part.start * a_layer, len(part) * a_layer)
+            frame = rows.select(wanted).collect()
+        return Block(request, len(part), kv_heads, a_layer // kv_heads, _arrays(frame))
 
     def _verify(self, path: Path, sha256: str) -> None:
         if path in self._intact:
@@ -210,22 +246,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _shard_blocks(
-    request: int, shard: Shard, layers: int, kv_heads: int, columns: Sequence[str], elements: int
-) -> Iterator[Block]:
-    a_layer = shard.rows // layers
-    together = max(1, elements // (a_layer * shard.max_pages))
-    wanted = [*_GEOMETRY, *(column for column in columns if column not in _GEOMETRY)]
-    for first in range(0, layers, together):
-        count = min(together, layers - first)
-        if count == layers:
-            frame = pl.read_parquet(shard.path, columns=wanted)
-        else:
-            rows = pl.scan_parquet(shard.path).slice(first * a_layer, count * a_layer)
-            frame = rows.select(wanted).collect()
-        yield Block(request, count, kv_heads, a_layer // kv_heads, _arrays(frame))
-
-
 def _arrays(frame: pl.DataFrame) -> dict[str, np.ndarray]:
     n_pages = frame["n_pages"].to_numpy()
     width = int(n_pages.max())
@@ -234,7 +254,7 @@ def _arrays(frame: pl.DataFrame) -> dict[str, np.ndarray]:
     for series in frame.select(pl.col("*").exclude(pl.List)):
         arrays[series.name] = series.to_numpy().astype(np.int64 if series.dtype.is_integer() else np.float64)
     # The lists of a row all have its number of pages, so they unfold together.
-    for series in frame.select(pl.col(pl.List).explode()):
+    for series in frame.select(pl.col(pl.List).explode().cast(pl.Float32)):
         arrays[series.name] = np.zeros((len(n_pages), width), np.float32)
         arrays[series.name][valid] = series.to_numpy()
     return arrays

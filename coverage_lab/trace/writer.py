@@ -19,6 +19,10 @@ import polars as pl
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import schema
 
+# A row group holds whole layers, so that statistics prune a query for a layer, and up to this many shares:
+# smaller groups take longer to read than they spare.
+GROUP_SHARES = 1 << 16
+
 REQUEST_SCHEMA: dict[str, Any] = {
     "request_id": pl.String,
     "dataset": pl.String,
@@ -117,7 +121,6 @@ class TraceWriter:
         self,
         request: dict[str, Any],
         rows: pl.DataFrame | None = None,
-        row_group: int = 0,
         tensors: bytes | None = None,
     ) -> None:
         """Add a finished request.
@@ -128,8 +131,6 @@ class TraceWriter:
             Its line of the requests table.
         rows : DataFrame, optional
             Its rows, sorted by layer, KV head and step.
-        row_group : int
-            Rows of one layer.
         tensors : bytes, optional
             A safetensors file.
         """
@@ -138,8 +139,11 @@ class TraceWriter:
         with _disk_errors(self.path):
             if rows is not None and len(rows):
                 buffer = BytesIO()
-                rows.write_parquet(buffer, compression="zstd", row_group_size=row_group, statistics=True)
-                shape = {"rows": len(rows), "max_pages": int(rows["n_pages"].max())}  # type: ignore[arg-type]
+                max_pages = int(rows["n_pages"].max())  # type: ignore[arg-type]
+                layer = int((rows["layer"] == rows["layer"][0]).sum())
+                group = layer * max(1, GROUP_SHARES // (layer * max_pages))
+                rows.write_parquet(buffer, compression="zstd", row_group_size=group, statistics=True)
+                shape = {"rows": len(rows), "max_pages": max_pages}
                 files.append(self._add(f"{schema.ROWS}/{request_id}.parquet", buffer.getvalue(), **shape))
             if tensors is not None:
                 (self.path / schema.TENSORS).mkdir(exist_ok=True)

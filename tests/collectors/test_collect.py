@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from real import shared
 from safetensors.numpy import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import GenerationConfig
@@ -18,10 +19,10 @@ from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.collect import CollectOptions, collect
 from coverage_lab.collectors.decode import decode_batch
 from coverage_lab.collectors.recorder import RequestRecorder
+from coverage_lab.policies.compare import compare
 from coverage_lab.policies.estimators import estimators
 from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import ROUNDING
-from coverage_lab.trace.writer import TraceWriter
 
 LENGTHS = (37, 21, 60)
 STEPS = 6
@@ -102,17 +103,17 @@ class TestTrace:
                 sums = shard_rows[name].list.eval(pl.element().cast(pl.Float64)).list.sum()
                 assert (sums - 1).abs().max() < 2**-11
 
-    def test_a_row_group_is_a_layer(self, recorded: Collector, monkeypatch: pytest.MonkeyPatch):
-        sizes: list[int] = []
-        write = TraceWriter.write
-
-        def spy(writer: TraceWriter, line: Any, frame: Any, row_group: int, tensors: Any) -> None:
-            sizes.append(row_group)
-            write(writer, line, frame, row_group, tensors)
-
-        monkeypatch.setattr(TraceWriter, "write", spy)
-        recorded()
-        assert sizes == [2 * STEPS] * 3
+    def test_real_longbench_rows(self, recorded: Collector):
+        directory = shared("longbench/v1")
+        options = {"dataset": "longbench", "data_dir": directory, "tasks": ("hotpotqa", "gov_report")}
+        trace = recorded(**options, limit=1, max_prompt_tokens=120, chat=False)
+        assert trace.requests["task"].to_list() == ["hotpotqa", "gov_report"]
+        assert trace.requests["prompt_tokens"].to_list() == [120, 120]
+        assert (trace.requests["dropped_tokens"] > 1000).all()  # the middle of a long document
+        assert all(all(answers) and answers for answers in trace.requests["answers"].to_list())
+        assert len(rows(trace)) == 2 * 4 * 2 * STEPS
+        found = compare(trace, target_coverage=0.9)
+        assert {line["rows"] for line in found} == {len(rows(trace))}
 
     def test_requests_table(self, recorded: Collector, zoo: Any):
         table = recorded(limit=2).requests

@@ -15,25 +15,14 @@ import huggingface_hub
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from real import shared
 
 from coverage_lab.collectors.datasets import Dataset, Example, datasets
 from coverage_lab.collectors.datasets.longbench import PLAIN_TASKS, TASKS, WORDING, render
 from coverage_lab.collectors.reading import Row, task_name
 from coverage_lab.errors import CoverageLabError
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-
 OFFICIAL = json.dumps({task: f"official {task}: {{context}} | {{input}}" for task in TASKS})
-
-
-def shared(name: str) -> Path:
-    """Return a file of the shared test data; without it the test is skipped, or fails in CI."""
-    path = SHARED / name
-    if not path.exists():
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"{path} is missing")
-        pytest.skip(f"{path} is missing")
-    return path
 
 
 def take(name: str, prompt_tokens: int = 100, steps: int = 4, **options: Any) -> list[Example]:

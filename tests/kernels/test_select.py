@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from coverage_lab.errors import CoverageLabError
 from coverage_lab.kernels.select.reference import (
     MAX_WIDTH,
     ONE,
@@ -281,14 +282,14 @@ def test_ranking(device: str) -> None:
         atol=1e-7,
     )
     assert ranking.covered.tolist() == ranking.mass.cumsum(1).tolist()
-    free = rank(shares, rows, torch.zeros_like(shares, dtype=torch.bool))
+    free = rank(shares, rows, sink=None)
     assert free.order.tolist() == [[1, 2, 3, 0, 4], [0, 1, 2, 3, 4]]
     assert free.n_forced.tolist() == [0, 0]
 
 
 def test_pages_beyond_the_row_are_not_forced() -> None:
     shares, rows = block([[0.5, 0.5], [0.25] * 4])
-    ranking = rank(shares, rows, torch.ones_like(shares, dtype=torch.bool))
+    ranking = rank(shares, rows, sink=3)
     assert ranking.n_forced.tolist() == [2, 4]
     assert pages(take(ranking, torch.tensor([2, 1]))) == [{0, 1}, {0}]
 
@@ -325,7 +326,7 @@ def test_the_widest_row() -> None:
     shares[0, -2] = 1.0
     ranking = rank(shares, rows_of([MAX_WIDTH]))
     assert ranking.order[0, :4].tolist() == [0, MAX_WIDTH - 1, MAX_WIDTH - 2, 1]
-    with pytest.raises(ValueError, match="65537 pages"):
+    with pytest.raises(CoverageLabError, match="65537 pages"):
         rank(torch.zeros(1, MAX_WIDTH + 1), rows_of([MAX_WIDTH + 1]))
 
 

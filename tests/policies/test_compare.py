@@ -37,6 +37,9 @@ KEYS = {
     "rows_below_target",
     "ci_low",
     "ci_high",
+    "below_vs_anchor",
+    "vs_anchor_low",
+    "vs_anchor_high",
     "rows",
     "requests",
 }
@@ -204,7 +207,7 @@ def test_tables_can_be_had_alone(trace: Trace, both: tuple[list[Record], Any]) -
 def test_the_seed_decides_the_intervals_and_nothing_else(trace: Trace, equal_reads: list[Record]) -> None:
     other = same_reads(trace, seed=1)
     assert other != equal_reads
-    ends = {"ci_low": 0.0, "ci_high": 0.0}
+    ends = dict.fromkeys(("ci_low", "ci_high", "vs_anchor_low", "vs_anchor_high"))
     assert [record | ends for record in other] == [record | ends for record in equal_reads]
 
 
@@ -551,6 +554,30 @@ def test_intervals_of_rows_below_are_those_of_a_plain_bootstrap(
         assert record["ci_low"] <= record["rows_below_target"] <= record["ci_high"]
 
 
+def test_the_distance_from_the_anchor_is_paired(trace: Trace, equal_reads: list[Record]) -> None:
+    """Both policies are judged on the same requests, so what requests have in common cancels out."""
+    anchor = equal_reads[0]
+    assert (anchor["note"], anchor["below_vs_anchor"], anchor["vs_anchor_low"]) == ("anchor", None, None)
+    base = outcome(trace, parse_policy(anchor["policy"]))
+    generator = np.random.default_rng(7)
+    drawn = generator.integers(0, SHAPE.requests, (4000, SHAPE.requests))
+    for record in equal_reads[1:]:
+        assert record["below_vs_anchor"] == pytest.approx(
+            record["rows_below_target"] - anchor["rows_below_target"]
+        )
+        if "profiled" in record["policy"]:
+            continue
+        rows = outcome(trace, parse_policy(record["policy"]))
+        differences = np.zeros((SHAPE.requests, 2))
+        for mine, its in zip(rows, base, strict=True):
+            differences[mine["row"].request] += (its["covered"] - mine["covered"], 1)
+        sums = differences[drawn].sum(1)
+        low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975])
+        slack = 0.01 + 0.05 * (high - low)
+        assert record["vs_anchor_low"] == pytest.approx(low, abs=slack)
+        assert record["vs_anchor_high"] == pytest.approx(high, abs=slack)
+
+
 def resized(trace: Trace, name: str, target_rows: float, seed: int) -> tuple[float, float]:
     """Return the interval of tokens over the oracle's, the budget sized anew in every resample."""
     kind = budgets.get(name)()
@@ -559,7 +586,7 @@ def resized(trace: Trace, name: str, target_rows: float, seed: int) -> tuple[flo
         Policy(estimator=estimators.get("exact")(), budget=kind.at(float(level), trace.max_pages))
         for level in levels
     ]
-    result = evaluate(trace, policies, quantiles=False)
+    result = evaluate(trace, policies, realised=False)
     weights = resample_weights(len(result.rows), seed)
     covered = (weights @ result.covered) / (weights @ result.rows)[:, None]
     first = (covered >= target_rows).argmax(1)

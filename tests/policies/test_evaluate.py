@@ -144,8 +144,8 @@ def test_splitting_a_request_into_blocks_changes_nothing(
     policies = [policy for granularity in GRANULARITIES for policy in on("mvar", granularity)[::3]]
     whole = evaluate(trace, policies)
     assert len(list(trace.blocks(["share"]))) == len(trace.shards)
-    original = Trace.blocks
-    monkeypatch.setattr(Trace, "blocks", lambda self, columns: original(self, columns, elements=1))
+    original = Trace.spans
+    monkeypatch.setattr(Trace, "spans", lambda self, columns, elements=1: original(self, columns, 1))
     assert len(list(trace.blocks(["share"]))) == len(trace.shards) * SHAPE.layers
     assert_equal(evaluate(trace, policies), whole)
 
@@ -192,7 +192,7 @@ def test_every_request_may_have_its_own_policies(trace: Trace) -> None:
 
 def test_without_quantiles_the_rest_stays(trace: Trace) -> None:
     policies = on("mvar", "kv_head")
-    with_them, without = evaluate(trace, policies), evaluate(trace, policies, quantiles=False)
+    with_them, without = evaluate(trace, policies), evaluate(trace, policies, realised=False)
     assert without.histogram.sum() == 0
     assert without.covered.tolist() == with_them.covered.tolist()
 
@@ -415,3 +415,16 @@ def test_a_profile_of_another_model_is_refused(trace: Trace, profile: Profile) -
     policy = Policy(estimator=estimators.get("exact")(), budget=Profiled(table=profile))
     with pytest.raises(CoverageLabError, match="same model"):
         evaluate(trace, [policy])
+
+
+def test_a_profile_of_heads_gives_a_shared_list_its_mean(trace: Trace) -> None:
+    heads = Profile("kv_head", tuple((2.0 + layer, 5.5) for layer in range(SHAPE.layers)))
+    layers = Profile("layer", tuple(((7.5 + layer) / 2,) for layer in range(SHAPE.layers)))
+    shared, mean = (
+        evaluate(
+            trace,
+            [Policy(estimator=estimators.get("mvar")(), budget=Profiled(table=table), granularity="layer")],
+        )
+        for table in (heads, layers)
+    )
+    assert_equal(shared, mean)

@@ -171,7 +171,8 @@ def choose(budget: Any, shares: Sequence[float], row: Row, shared_list: bool = F
         return first_of(shares, whole(budget.fraction * row.n_pages, row, shared_list), row)
     if budget.name == "profiled":
         counts = budget.table.counts[row.layer]
-        count = counts[row.kv_head if budget.table.by == "kv_head" else 0] * budget.scale
+        of_group = sum(counts) / len(counts) if shared_list else counts[row.kv_head % len(counts)]
+        count = of_group * budget.scale
         return first_of(shares, whole(count, row, shared_list), row)
     if budget.name == "threshold":
         above = {page for page in range(row.n_pages) if shares[page] >= budget.share}

@@ -80,11 +80,7 @@ def write(path: Path, shape: Shape, only: Sequence[int] | None = None) -> Path:
             names = []
             for request in range(shape.requests) if only is None else only:
                 name, prompt_tokens, rows = draw_request(shape, request)
-                writer.write(
-                    request_line(name, prompt_tokens, shape.steps_of(request)),
-                    rows,
-                    shape.kv_heads * shape.steps_of(request),
-                )
+                writer.write(request_line(name, prompt_tokens, shape.steps_of(request)), rows)
                 names.append(name)
             writer.finish(names, facts_of(shape))
     return path
@@ -152,7 +148,6 @@ def write_shares(
             writer.write(
                 request_line(name, tokens, shape.steps_of(request)),
                 rows,
-                shape.kv_heads * shape.steps_of(request),
             )
         writer.finish([f"made-{request:05d}" for request in range(len(requests))], facts_of(shape))
     return path

@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Path:
     with TraceWriter(tmp_path / "trace", RUN) as writer:
         for name in names:
             line = {"request_id": name, "status": "failed" if name == "c" else "ok"}
-            writer.write(line, None if name == "c" else rows(name), KV_HEADS * STEPS.get(name, 0))
+            writer.write(line, None if name == "c" else rows(name))
         writer.finish(names, FACTS)
     return tmp_path / "trace"
 
@@ -134,7 +134,7 @@ class TestFaults:
 
     def test_unfinished(self, tmp_path: Path):
         with TraceWriter(tmp_path / "trace", RUN) as writer:
-            writer.write({"request_id": "a", "status": "ok"}, rows("a"), 8)
+            writer.write({"request_id": "a", "status": "ok"}, rows("a"))
         assert complaint(lambda: Trace(tmp_path / "trace")) == (
             f"the trace {tmp_path}/trace is unfinished (1 requests are done); "
             "run the collect command it was begun with again"

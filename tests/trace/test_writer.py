@@ -49,7 +49,7 @@ def rows(name: str) -> pl.DataFrame:
 
 
 def write(writer: TraceWriter, name: str) -> None:
-    writer.write(request(name), rows(name), KV_HEADS * STEPS, b"tensors of " + name.encode())
+    writer.write(request(name), rows(name), b"tensors of " + name.encode())
 
 
 def fill(path: Path, run: dict[str, Any] = RUN, names: list[str] = NAMES) -> None:
@@ -135,7 +135,16 @@ class TestFiles:
         assert trace.requests["answers"].to_list() == [["é"]] * 3
         assert trace.scan().collect().equals(pl.concat(map(rows, NAMES)))
 
-    def test_a_row_group_a_layer_in_zstd(self, tmp_path: Path):
+    def test_small_layers_share_a_row_group(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        a_layer = KV_HEADS * STEPS * 2
+        for most, layers in ((1, [1, 1]), (a_layer, [1, 1]), (2 * a_layer, [2]), (1 << 16, [2])):
+            monkeypatch.setattr("coverage_lab.trace.writer.GROUP_SHARES", most)
+            fill(tmp_path / str(most))
+            groups = footer(tmp_path / str(most) / "rows" / "a.parquet")[4]
+            assert [group[3] for group in groups] == [count * KV_HEADS * STEPS for count in layers]
+
+    def test_a_row_group_a_layer_in_zstd(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("coverage_lab.trace.writer.GROUP_SHARES", 1)
         fill(tmp_path / "trace")
         groups = footer(tmp_path / "trace" / "rows" / "a.parquet")[4]
         assert [group[3] for group in groups] == [KV_HEADS * STEPS] * LAYERS

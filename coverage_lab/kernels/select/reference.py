@@ -2,7 +2,7 @@
 
 Shares are turned into fixed point first (2**30 is one). Sums of integers do not depend on the order
 of the terms, so sorting, bisection and any parallel reduction give the same set, on any device.
-Rounding moves a share by at most 2**-31.
+Rounding moves a float32 share by at most 2**-31, half a unit.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from coverage_lab.errors import CoverageLabError
 from coverage_lab.pages import Rows
 
 ONE = 1 << 30
 _COLUMN_BITS = 16
-_CLASS_BIT = 48
-_COLUMN_MASK = (1 << _COLUMN_BITS) - 1
 MAX_WIDTH = 1 << _COLUMN_BITS
+# Beyond any key made of a share and a column.
+_CLASS = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Ranking:
 
 
 def fixed_point(shares: Tensor) -> Tensor:
-    """Return shares in [0, 1] as int64 in units of 2**-30; NaN counts as no share."""
+    """Return shares in [0, 1], taken in float32, as int64 in units of 2**-30; NaN counts as no share."""
     return (shares.float() * ONE).nan_to_num_(0.0).round_().clamp_(0, ONE).long()
 
 
-def rank(shares: Tensor, rows: Rows, forced: Tensor | None = None) -> Ranking:
+def rank(shares: Tensor, rows: Rows, sink: int | None = 1) -> Ranking:
     """Rank the pages of each row.
 
     Parameters
@@ -63,9 +63,9 @@ def rank(shares: Tensor, rows: Rows, forced: Tensor | None = None) -> Ranking:
         `[rows, width]`, any float dtype; padding is ignored.
     rows : Rows
         Geometry of the rows.
-    forced : Tensor, optional
-        `[rows, width]` bool: pages that come first whatever their share; the sink and the current page
-        by default.
+    sink : int, optional
+        The first `sink` pages of the request and the current page come first whatever their share; with
+        None no page does.
 
     Returns
     -------
@@ -73,27 +73,31 @@ def rank(shares: Tensor, rows: Rows, forced: Tensor | None = None) -> Ranking:
     """
     width = shares.shape[1]
     if width > MAX_WIDTH:
-        raise ValueError(f"shares: {width} pages a row; at most {MAX_WIDTH} can be ranked")
-    forced = rows.forced(width) if forced is None else forced
-    valid = rows.valid(width)
-    forced = forced & valid
+        raise CoverageLabError(f"a row of {width} pages; at most {MAX_WIDTH} can be ranked: use larger pages")
     # One integer a page: forced, on merit or padding; then falling share; then column. Sorting it sorts all.
-    mass = fixed_point(shares).masked_fill_(~valid, 0)
-    key = ((ONE - mass) << _COLUMN_BITS).add_(torch.arange(width, device=shares.device))
-    key = _sorted(key.add_((~valid).long().sub_(forced.long()) << _CLASS_BIT))
-    mass = ONE - ((key >> _COLUMN_BITS) & (2 * ONE - 1))
+    columns = torch.arange(width, device=shares.device)
+    key = fixed_point(shares).mul_(-1 << _COLUMN_BITS).add_(columns)
+    # From the sink to the shortest row's current page all pages are on merit.
+    merit = range(min(sink or 0, width), max(sink or 0, int(rows.n_pages.min()) - 1))
+    for part in (range(merit.start), range(merit.stop, width)):
+        keys = key[:, part.start : part.stop]
+        if sink is not None:
+            keys -= rows.forced(part, sink).long() * _CLASS
+        keys.copy_(keys.where(rows.valid(part), columns[part.start : part.stop] + _CLASS))
+    _sort(key)
+    mass = (key >> _COLUMN_BITS).neg_().bitwise_and_((_CLASS >> _COLUMN_BITS) - 1)
     return Ranking(
-        order=key & _COLUMN_MASK,
+        order=key.bitwise_and_(MAX_WIDTH - 1),
         mass=mass,
         covered=mass.cumsum(1),
         rows=rows,
-        n_forced=forced.sum(1),
+        n_forced=torch.zeros_like(rows.n_pages) if sink is None else rows.n_forced(sink),
     )
 
 
 def oracle_counts(shares: Tensor, rows: Rows, gammas: Tensor) -> Tensor:
     """Return the size of C*(gamma) of Eq. 1, `[rows, len(gammas)]` int64: no page is forced."""
-    return coverage_counts(rank(shares, rows, torch.zeros_like(shares, dtype=torch.bool)), gammas)
+    return coverage_counts(rank(shares, rows, sink=None), gammas)
 
 
 def coverage_counts(ranking: Ranking, gammas: Tensor) -> Tensor:
@@ -172,7 +176,7 @@ def coverage_bisection(shares: Tensor, rows: Rows, gamma: float, thresholds: int
     # The tied pages before one, in page order, cover this much already.
     before = (tied.cumsum(1) - 1) * low
     keep = over | (tied & (before < missing))
-    return ((keep & (target > 0)) | forced) & valid
+    return keep | forced
 
 
 def take(ranking: Ranking, counts: Tensor) -> Tensor:
@@ -187,8 +191,9 @@ def _needed(total: Tensor, gamma: Tensor) -> Tensor:
     return (total.double() * gamma).ceil().long()
 
 
-def _sorted(key: Tensor) -> Tensor:
+def _sort(key: Tensor) -> None:
     # NumPy's sort of int64 is vectorised, and several times faster than torch's on a CPU.
     if key.device.type == "cpu":
-        return torch.from_numpy(np.sort(key.numpy(), axis=1))
-    return key.sort(dim=1).values
+        key.numpy().sort(axis=1)
+    else:
+        key.copy_(key.sort(dim=1).values)

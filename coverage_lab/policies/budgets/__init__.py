@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class Budget:
     """Base class of budgets: rank the pages, then keep the first few.
 
-    A subclass gives `count`, `at`, and `rank` where pages are not ranked by share.
+    A subclass gives `count` (or `counts`, for many budgets in one go), `at`, and `rank` where pages are
+    not ranked by share.
 
     Attributes
     ----------
@@ -56,13 +57,15 @@ class Budget:
 
     def count(self, ranking: Ranking) -> Tensor:
         """Return `[rows]` int64: how many pages of the ranking are kept, forced pages included."""
-        raise NotImplementedError
+        return self.counts(ranking, [self])[:, 0]
 
     @classmethod
     def counts(cls, ranking: Ranking, budgets: Sequence[Self]) -> Tensor:
         """Return `[rows, len(budgets)]`: `count` of many budgets of this class over one ranking."""
         import torch
 
+        if cls.count is Budget.count:
+            raise NotImplementedError(f"{cls.__name__} has neither count nor counts")
         return torch.stack([budget.count(ranking) for budget in budgets], 1)
 
     def select(self, shares: Tensor, rows: Rows) -> Tensor:
@@ -94,15 +97,14 @@ class Budget:
 
 
 def whole_counts(counts: Tensor, ranking: Ranking) -> Tensor:
-    """Return fractional page counts `[rows]` as whole ones whose mean over rows is the same.
+    """Return fractional page counts `[rows, J]` (float64) as whole ones whose mean over rows is the same.
 
     The result stays between the forced pages and all pages of the row.
     """
-    rows = ranking.rows
-    # Before they are whole: an integer can't hold any float.
-    most = counts.double().minimum(rows.n_pages.double())
-    whole = (most + rows.dither()).floor().long()
-    return whole.maximum(ranking.n_forced).minimum(rows.n_pages)
+    n_pages = ranking.rows.n_pages[:, None]
+    # The minimum comes before counts are whole: an integer can't hold any float.
+    whole = (counts.minimum(n_pages) + ranking.rows.dither()[:, None]).floor_().long()
+    return whole.maximum(ranking.n_forced[:, None]).minimum(n_pages)
 
 
 def significant(value: float, digits: int = 5) -> float:

@@ -46,9 +46,6 @@ class Coverage(Budget):
                 f"coverage: thresholds {self.thresholds} is no power of two from 2 on; try 8"
             )
 
-    def count(self, ranking: Ranking) -> Tensor:
-        return self.counts(ranking, [self])[:, 0]
-
     @classmethod
     def counts(cls, ranking: Ranking, budgets: Sequence[Self]) -> Tensor:
         gammas = torch.tensor([b.gamma for b in budgets], dtype=torch.float64, device=ranking.order.device)

@@ -1,5 +1,6 @@
 """One count for every row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -43,10 +44,14 @@ class Fixed(Budget):
     def requested(self) -> float | None:
         return self.pages if self.tokens is None else self.tokens
 
-    def count(self, ranking: Ranking) -> Tensor:
-        size = ranking.rows.page_size
-        pages = self.pages if self.tokens is None else -(-self.tokens // size)
-        return whole_counts(torch.full_like(ranking.n_forced, 1).double() * float(pages or 0), ranking)
+    @classmethod
+    def counts(cls, ranking: Ranking, budgets: Sequence[Self]) -> Tensor:
+        pages = [budget._in_pages(ranking.rows.page_size) for budget in budgets]
+        wanted = torch.tensor(pages, dtype=torch.float64, device=ranking.order.device)
+        return whole_counts(wanted.expand(len(ranking.order), -1), ranking)
+
+    def _in_pages(self, page_size: int) -> float:
+        return float(self.pages or 0) if self.tokens is None else float(-(-self.tokens // page_size))
 
     def at(self, level: float, max_pages: int) -> Self:
         return type(self)(pages=significant(1 + level * (max_pages - 1)))

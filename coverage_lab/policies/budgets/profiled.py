@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.kernels.select.reference import Ranking
+from coverage_lab.pages import Rows
 from coverage_lab.policies.budgets import Budget, register, significant, whole_counts
 
 
@@ -112,10 +114,16 @@ class Profiled(Budget):
     def requested(self) -> float | None:
         return self.scale
 
-    def count(self, ranking: Ranking) -> Tensor:
+    @classmethod
+    def counts(cls, ranking: Ranking, budgets: Sequence[Self]) -> Tensor:
+        wanted = torch.stack([budget._wanted(ranking.rows) for budget in budgets], 1)
+        # A group that was never measured is read whole.
+        return whole_counts(wanted.where(wanted.isfinite(), ranking.rows.n_pages[:, None]), ranking)
+
+    def _wanted(self, rows: Rows) -> Tensor:
+        """`[rows]` float64, NaN where nothing was measured."""
         if self.table is None:
             raise CoverageLabError("profiled: no profile; write profiled:FILE.json")
-        rows = ranking.rows
         table = self.table.table.to(rows.layer.device)
         if int(rows.layer.max()) >= table.shape[0] or (
             self.table.by == "kv_head" and int(rows.kv_head.max()) >= table.shape[1]
@@ -124,10 +132,11 @@ class Profiled(Budget):
                 f"profiled: the profile has {table.shape[0]} layers of {table.shape[1]} KV heads, the trace "
                 "has more; fit it on a trace of the same model"
             )
-        head = rows.kv_head if self.table.by == "kv_head" else torch.zeros_like(rows.kv_head)
-        counts = table[rows.layer, head] * self.scale
-        # A group that was never measured is read whole.
-        return whole_counts(counts.where(counts.isfinite(), rows.n_pages.double()), ranking)
+        if self.table.by == "layer":
+            return table[rows.layer, 0] * self.scale
+        # Place -1 is the last one: the mean of the layer's heads, for a list that all of them share.
+        table = torch.cat([table, table.nanmean(1, keepdim=True)], 1)
+        return table[rows.layer, rows.kv_head] * self.scale
 
     def at(self, level: float, max_pages: int) -> Self:
         scale = significant(min(1e9, max(1e-9, level / max(1e-12, 1 - level))))

@@ -1,8 +1,10 @@
 """One fraction for every row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from coverage_lab.errors import CoverageLabError
@@ -31,8 +33,11 @@ class Proportional(Budget):
         if not 0 < self.fraction <= 1:
             raise CoverageLabError(f"proportional: fraction {self.fraction} is not in (0, 1]; try 0.25")
 
-    def count(self, ranking: Ranking) -> Tensor:
-        return whole_counts(ranking.rows.n_pages.double() * self.fraction, ranking)
+    @classmethod
+    def counts(cls, ranking: Ranking, budgets: Sequence[Self]) -> Tensor:
+        fractions = [budget.fraction for budget in budgets]
+        wanted = torch.tensor(fractions, dtype=torch.float64, device=ranking.order.device)
+        return whole_counts(ranking.rows.n_pages[:, None] * wanted, ranking)
 
     def at(self, level: float, max_pages: int) -> Self:
         return type(self)(fraction=significant(max(level, 1e-9)))

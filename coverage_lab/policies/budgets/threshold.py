@@ -33,9 +33,6 @@ class Threshold(Budget):
         if not 0 <= self.share <= 1:
             raise CoverageLabError(f"threshold: share {self.share} is not in [0, 1]; try 0.005")
 
-    def count(self, ranking: Ranking) -> Tensor:
-        return self.counts(ranking, [self])[:, 0]
-
     @classmethod
     def counts(cls, ranking: Ranking, budgets: Sequence[Self]) -> Tensor:
         device = ranking.mass.device

@@ -1,6 +1,6 @@
 """The first pages and the latest ones, whatever the query."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -46,13 +46,15 @@ class Window(Budget):
     def rank(self, shares: Tensor, rows: Rows) -> Ranking:
         width = shares.shape[1]
         columns = torch.arange(width, device=shares.device)
-        sinks = (columns + rows.first_page[:, None] < self.sink) | rows.forced(width)
         recency = ((columns + 1.0) / (width + 1)).expand(len(rows), -1)
-        return rank(recency, rows, sinks)
+        return rank(recency, rows, self.sink)
 
-    def count(self, ranking: Ranking) -> Tensor:
+    @classmethod
+    def counts(cls, ranking: Ranking, budgets: Sequence[Self]) -> Tensor:
         # The current page is among the forced ones, so the window adds one page less.
-        return whole_counts(ranking.n_forced + (float(self.local) - 1), ranking)
+        more = [budget.local - 1 for budget in budgets]
+        wanted = torch.tensor(more, dtype=torch.float64, device=ranking.order.device)
+        return whole_counts(ranking.n_forced[:, None] + wanted, ranking)
 
     def at(self, level: float, max_pages: int) -> Self:
         return type(self)(local=significant(1 + level * (max_pages - 1)), sink=self.sink)
