@@ -23,7 +23,7 @@ PAPER = {
     "CV across steps": "0.53",
     "CV of totals across KV heads": "0.13-0.18",
     "CV of totals across steps": "0.13-0.18",
-    "CV of totals across requests": "0.13-0.18",
+    "CV of totals over the context, across requests": "0.13-0.18",
     "mean fraction of the context": "0.216",
     "mean fraction, first layer": "0.68",
 }
@@ -166,7 +166,7 @@ def _cv_across_requests(totals: pl.LazyFrame, seed: int) -> dict[str, object]:
         .collect(engine="streaming")["fraction"]
         .to_numpy()
     )
-    quantity = "CV of totals across requests"
+    quantity = "CV of totals over the context, across requests"
     if len(fractions) < 2:
         return {
             "quantity": quantity,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -26,9 +27,12 @@ def compare_policies(
     target_rows: Annotated[
         float, typer.Option(help="Same guarantee: fraction of rows that should keep it.")
     ] = 0.9,
-    anchor: Annotated[str, typer.Option(help="Same reads: the policy whose reads all others match.")] = (
-        "mvar/coverage:0.98"
-    ),
+    anchor: Annotated[
+        str | None,
+        typer.Option(
+            help="Same reads: the policy whose reads all others match.", show_default="mvar/coverage:0.98"
+        ),
+    ] = None,
     seed: Seed = 0,
     json: JsonPath = None,
     csv: CsvPath = None,
@@ -98,19 +102,37 @@ def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_row
             cells["against the anchor\n95%, paired"] = [_signed_interval(line) for line in lines]
         heading = ": ".join(filter(None, [title, details[kind]]))
         print_table(screen, heading, list(cells), list(zip(*cells.values(), strict=True)), _DROPPABLE)
-    notes = dict.fromkeys(
-        f"{TITLES[record['table']]}, {record['policy'].split('/', 1)[1].split(':')[0]}: {record['note']}"
-        for record in records
-        if record["note"] not in ("", "anchor")
-    )
+    requests = records[0]["requests"]
     explained = (
-        f"{records[0]['rows']:,} rows of {records[0]['requests']} requests. "
+        f"{records[0]['rows']:,} rows of {requests} request{'' if requests == 1 else 's'}. "
         "Requested is the budget's own number, all else is realised. "
         "Reads are kept pages over all pages; metadata is what the estimate reads beside them "
         "(exact reads every key)."
     )
-    for line in (explained, *notes):
+    alone = ["One request: no profiles, which are judged on other requests, and no intervals."]
+    for line in (explained, *(alone if requests == 1 else []), *_notes(records)):
         screen.print(line, highlight=False, markup=False)
+
+
+def _notes(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for every note of a table, with what it holds for: whole budgets, or single policies."""
+    from coverage_lab.analyses.comparison import TITLES
+
+    found: dict[tuple[str, str], list[str]] = {}
+    members: dict[tuple[str, str], int] = {}
+    for record in records:
+        policy = re.sub(r":(?!per-).*|,.*", "", record["policy"])
+        table, budget = record["table"], policy.split("/", 1)[1].partition(":")[0]
+        members[table, budget] = members.get((table, budget), 0) + 1
+        for note in record["note"].split("; "):
+            if note not in ("", "anchor"):
+                found.setdefault((table, note), []).append(policy)
+    lines = []
+    for (table, note), policies in found.items():
+        budgets = {policy.split("/", 1)[1].partition(":")[0] for policy in policies}
+        whole = len(policies) == sum(members[table, budget] for budget in budgets)
+        lines.append(f"{TITLES[table]}, {', '.join(budgets if whole else policies)}: {note}")
+    return lines
 
 
 def _signed_interval(line: dict[str, Any]) -> str:

@@ -282,9 +282,9 @@ def _run(options: CollectOptions, described: dict[str, Any], loaded: LoadedModel
     keep = {
         key: value
         for key, value in vars(options).items()
-        if key not in ("output", "model", "dtype", "device")
+        # The data set is described by its files and their sha256, wherever they lie.
+        if key not in ("output", "model", "dtype", "device", "data_dir")
     }
-    keep["data_dir"] = None if options.data_dir is None else str(options.data_dir)
     keep["dataset"] = {"name": options.dataset, **described}
     return {
         **keep,

@@ -10,11 +10,11 @@ import numpy as np
 
 from coverage_lab.bootstrap import interval, ratio_interval, resample_weights
 from coverage_lab.errors import CoverageLabError
-from coverage_lab.policies.budgets import budgets
+from coverage_lab.policies.budgets import budgets, significant
 from coverage_lab.policies.budgets.coverage import Coverage
 from coverage_lab.policies.budgets.profiled import Profile, Profiled
 from coverage_lab.policies.estimators import estimators
-from coverage_lab.policies.evaluate import Evaluation, evaluate
+from coverage_lab.policies.evaluate import Evaluation, evaluate, needed_columns
 from coverage_lab.policies.fit import GroupCounts, group_counts
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.trace import Trace
@@ -22,6 +22,8 @@ from coverage_lab.trace import Trace
 # Every pass of a search over the trace tries this many levels of every policy at once.
 LEVELS = 33
 FOLDS = 2
+# Up to this level a profile holds a quantile of the need; above it, a multiple of the largest.
+QUANTILES = 0.9
 READS_TOLERANCE = 0.002
 
 Progress = Callable[[str, int, int], None]
@@ -47,7 +49,7 @@ def compare(
     trace: Trace,
     target_coverage: float = 0.95,
     target_rows: float = 0.9,
-    anchor: str = "mvar/coverage:0.98",
+    anchor: str | None = None,
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
 ) -> list[dict[str, Any]]:
@@ -60,8 +62,9 @@ def compare(
         Exact mass that a row should keep.
     target_rows : float
         Fraction of all rows that should keep it (same guarantee).
-    anchor : str
-        Policy whose reads the others are matched to (same reads).
+    anchor : str, optional
+        Policy whose reads the others are matched to (same reads); `mvar/coverage:0.98` by default, or the
+        same of another estimate where mvar was not recorded.
     seed : int
         Seed of the bootstrap.
     progress : callable
@@ -72,10 +75,20 @@ def compare(
     list of dict
         See `record`.
     """
+    _anchor(trace, anchor)  # before any work
     return [
         *same_guarantee(trace, target_coverage, target_rows, seed, progress),
         *same_reads(trace, anchor, target_coverage, seed, progress),
     ]
+
+
+def _anchor(trace: Trace, text: str | None) -> Policy:
+    if text is None:
+        estimator = "mvar" if "mvar" in trace.estimators else (trace.estimators or ["exact"])[-1]
+        text = f"{estimator}/coverage:0.98"
+    policy = parse_policy(text)
+    trace.require(needed_columns([policy], trace))
+    return policy
 
 
 def same_guarantee(
@@ -88,7 +101,8 @@ def same_guarantee(
     """Size every budget so that `target_rows` of the rows keep `target_coverage` (paper, Fig. 1b).
 
     The profile of a group of rows holds a quantile of the pages its rows need, measured on the other
-    half of the requests. Intervals size the budget anew in every resample.
+    half of the requests, or where the largest need is not enough, a multiple of that. Intervals size the
+    budget anew in every resample.
     """
     _check_fraction("target coverage", target_coverage)
     _check_fraction("target rows", target_rows)
@@ -124,16 +138,17 @@ def same_guarantee(
         headline = ("tokens_over_oracle", low_high)
         line = record("same_guarantee", policy, final, index, trace, seed, headline, family.note)
         if isinstance(policy.budget, Profiled):
-            line["requested"] = round(float(chosen[index]), 4)  # the quantile
-        if final.covered[:, index].sum() / final.rows.sum() < target_rows:
-            line["note"] = _joined(line["note"], "guarantee not reached")
+            line["requested"] = round(_quantile(float(chosen[index])), 4)
+            if policy.budget.scale > 1:
+                line["requested"] = policy.budget.scale
+                line["note"] = _joined(line["note"], "more than the largest need of the other half")
         records.append(line)
     return records
 
 
 def same_reads(
     trace: Trace,
-    anchor: str = "mvar/coverage:0.98",
+    anchor: str | None = None,
     target_coverage: float = 0.95,
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
@@ -144,7 +159,7 @@ def same_reads(
     half of the requests and scaled to the same reads.
     """
     _check_fraction("target coverage", target_coverage)
-    reference = parse_policy(anchor)
+    reference = _anchor(trace, anchor)
     pace = _Pace(trace, "same reads", 6, progress)
     start = evaluate(trace, [reference], target_coverage, realised=False, progress=pace.step)
     reads = float(start.kept.sum() / start.pages.sum())
@@ -316,10 +331,16 @@ def _quantile_family(estimator: str, by: By, needs: dict[Policy, list[GroupCount
     parts = _of_estimator(estimator, needs)
 
     def at(level: float, fold: int) -> Policy:
-        table = parts[(fold + 1) % FOLDS].quantile(level, by)
-        return Policy(estimator=estimators.get(estimator)(), budget=_named(table, 1.0))
+        table = parts[(fold + 1) % FOLDS].quantile(_quantile(level), by)
+        beyond = max(0.0, level - QUANTILES) / (1 - QUANTILES)
+        scale = significant(1 / max(1e-9, 1 - beyond))
+        return Policy(estimator=estimators.get(estimator)(), budget=_named(table, scale))
 
     return Family(at, "quantile of the need, fitted on the other half")
+
+
+def _quantile(level: float) -> float:
+    return min(1.0, level / QUANTILES)
 
 
 def _scaled_family(estimator: str, by: By, fitted: dict[Policy, list[GroupCounts]]) -> Family:

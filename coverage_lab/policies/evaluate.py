@@ -174,7 +174,7 @@ def _spans(
     trace: Trace, policies: Sequence[Policy], progress: Callable[[int], None], target: float | None = None
 ) -> Iterator[Span]:
     done = 0
-    columns = _columns(policies, trace)
+    columns = needed_columns(policies, trace)
     if target in trace.gammas:
         columns.append(oracle_column(target))
     for span in trace.spans(columns):
@@ -314,7 +314,8 @@ def _group_size(trace: Trace) -> int:
     return int(trace.geometry["query_heads"]) // int(trace.geometry["kv_heads"])
 
 
-def _columns(policies: Sequence[Policy], trace: Trace) -> list[str]:
+def needed_columns(policies: Sequence[Policy], trace: Trace) -> list[str]:
+    """Return the columns that policies are evaluated on; raise CoverageLabError for an unknown layer."""
     columns = {share_column("exact")}
     layers = [layer["layer"] for layer in trace.geometry["layers"]]
     group = _group_size(trace)

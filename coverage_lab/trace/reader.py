@@ -94,11 +94,13 @@ class Trace:
         for file in self.manifest["files"]:
             full = self.path / file["path"]
             if not full.is_file():
-                raise CoverageLabError(f"{full} is missing; restore it, or collect the trace again")
+                raise CoverageLabError(
+                    f"{full} is missing; restore it, or run the same collect command again"
+                )
             if full.stat().st_size != file["bytes"]:
                 raise CoverageLabError(
                     f"{full} has {full.stat().st_size} bytes, not {file['bytes']}; "
-                    "restore it, or collect the trace again"
+                    "restore it, or run the same collect command again"
                 )
 
     @property
@@ -213,14 +215,15 @@ class Trace:
             return
         if schema.file_sha256(path) != sha256:
             raise CoverageLabError(
-                f"{path} was altered (its sha256 differs); restore it, or collect the trace again"
+                f"{path} was altered (its sha256 differs); restore it, or run the same collect command again"
             )
         self._intact.add(path)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise CoverageLabError(f"no trace at {path}: no such directory; make one with coverage-lab collect")
+        what = "it is a file" if path.exists() else "no such directory"
+        raise CoverageLabError(f"no trace at {path}: {what}; make one with coverage-lab collect")
     try:
         manifest = json.loads((path / schema.MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -230,7 +233,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
                 f"the trace {path} is unfinished ({done} requests are done); "
                 "run the collect command it was begun with again"
             ) from None
-        raise CoverageLabError(f"{path} is no trace: it has no {schema.MANIFEST}") from None
+        what = f"it has no {schema.MANIFEST}"
+        if (path / schema.ROWS).is_dir():
+            what += "; restore it, or collect into another directory"
+        raise CoverageLabError(f"{path} is no trace: {what}") from None
     except ValueError as error:
         raise CoverageLabError(f"{path / schema.MANIFEST} is no valid JSON ({error}); restore it") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != schema.SCHEMA:

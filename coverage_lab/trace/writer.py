@@ -80,7 +80,10 @@ class TraceWriter:
         begun, done = self.path / schema.RUN, self.path / schema.MANIFEST
         self.finished = done.exists()
         if self.finished:
-            self._compare(_held(done).get("run", {}), "a finished trace")
+            manifest = _held(done)
+            self._compare(manifest.get("run", {}), "a finished trace")
+            if not all(map(self._intact, manifest.get("files", []))):
+                self._reopen(manifest)
         elif begun.exists():
             self._compare(_held(begun), "an unfinished trace")
         for leftover in self.path.rglob(schema.TEMPORARY + "*"):
@@ -92,6 +95,27 @@ class TraceWriter:
             schema.write_atomic(begun, schema.to_json(self.run))
         for name in (schema.ROWS, schema.JOURNAL):
             (self.path / name).mkdir(exist_ok=True)
+
+    def _reopen(self, manifest: dict[str, Any]) -> None:
+        """Make a finished trace that lost files an unfinished one: those requests are yet to come."""
+        requests, *rest = manifest["files"]
+        known = pl.read_parquet(self.path / requests["path"]) if self._intact(requests) else pl.DataFrame()
+        (self.path / schema.JOURNAL).mkdir(exist_ok=True)
+        schema.write_atomic(self.path / schema.RUN, schema.to_json(self.run))
+        for line in known.iter_rows(named=True):
+            files = [file for file in rest if Path(file["path"]).stem == line["request_id"]]
+            if all(map(self._intact, files)):
+                self._enter(line, files)
+        (self.path / schema.MANIFEST).unlink()
+        self.finished = False
+
+    def _intact(self, file: dict[str, Any]) -> bool:
+        path = self.path / file["path"]
+        return path.is_file() and schema.file_sha256(path) == file["sha256"]
+
+    def _enter(self, request: dict[str, Any], files: list[dict[str, Any]]) -> None:
+        entry = self.path / schema.JOURNAL / f"{request['request_id']}.json"
+        schema.write_atomic(entry, schema.to_json({"request": request, "files": files}))
 
     def _compare(self, held: dict[str, Any], what: str) -> None:
         for key, ours, theirs in _differences(self.run, held):
@@ -110,12 +134,9 @@ class TraceWriter:
         entry = self.path / schema.JOURNAL / f"{request_id}.json"
         try:
             record: dict[str, Any] = json.loads(entry.read_bytes())
-            intact = all(
-                schema.file_sha256(self.path / file["path"]) == file["sha256"] for file in record["files"]
-            )
+            return record if all(map(self._intact, record["files"])) else None
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
-        return record if intact else None
 
     def write(
         self,
@@ -148,8 +169,7 @@ class TraceWriter:
             if tensors is not None:
                 (self.path / schema.TENSORS).mkdir(exist_ok=True)
                 files.append(self._add(f"{schema.TENSORS}/{request_id}.safetensors", tensors))
-            entry = self.path / schema.JOURNAL / f"{request_id}.json"
-            schema.write_atomic(entry, schema.to_json({"request": request, "files": files}))
+            self._enter(request, files)
 
     def _add(self, name: str, data: bytes, **more: Any) -> dict[str, Any]:
         digest = schema.write_atomic(self.path / name, data)
@@ -245,7 +265,11 @@ def _lock(directory: Path) -> int:
 def _differences(
     ours: dict[str, Any], theirs: dict[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    for key in sorted(ours.keys() | theirs.keys()):
+    def last(key: str) -> tuple[bool, str]:
+        # An option says more than what follows from it, such as the files of a data set.
+        return isinstance(ours.get(key, theirs.get(key)), dict), key
+
+    for key in sorted(ours.keys() | theirs.keys(), key=last):
         a, b = ours.get(key), theirs.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             yield from _differences(a, b, f"{prefix}{key}.")

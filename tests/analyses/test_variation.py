@@ -25,7 +25,7 @@ QUANTITIES = [
     "CV across steps",
     "CV of totals across KV heads",
     "CV of totals across steps",
-    "CV of totals across requests",
+    "CV of totals over the context, across requests",
     "mean fraction of the context",
     "mean fraction, first layer",
 ]
@@ -79,7 +79,7 @@ def by_numpy(trace: Trace, gamma: str = "0.95") -> dict[str, float]:
         "CV across steps": np.concatenate([cv(counts, 2) for counts, _ in data]).mean(),
         "CV of totals across KV heads": np.concatenate([cv(total, 0) for total in totals]).mean(),
         "CV of totals across steps": np.concatenate([cv(total, 1) for total in totals]).mean(),
-        "CV of totals across requests": fractions.std() / fractions.mean(),
+        "CV of totals over the context, across requests": fractions.std() / fractions.mean(),
         "mean fraction of the context": np.concatenate([(c / p).ravel() for c, p in data]).mean(),
         "mean fraction, first layer": np.concatenate([(c[0] / p[0]).ravel() for c, p in data]).mean(),
     }
@@ -102,7 +102,7 @@ def test_groups_and_requests_are_counted(trace: Trace) -> None:
         "CV across steps": 5 * 4 * 3,
         "CV of totals across KV heads": 27,
         "CV of totals across steps": 5 * 3,
-        "CV of totals across requests": 1,
+        "CV of totals over the context, across requests": 1,
         "mean fraction of the context": 27 * 12,
         "mean fraction, first layer": 27 * 3,
     }
@@ -156,7 +156,7 @@ def test_by_hand(tmp_path: Path) -> None:
     assert found["CV of totals across KV heads"] == pytest.approx((0.5 + 0.5 + 1 / 3 + 0) / 4)
     assert found["CV of totals across steps"] == pytest.approx((0.5 + 0.5 + 0 + 1 / 3) / 4)
     # Totals over 20 pages, the mean of each request: 32 / 80 = 0.4 and 20 / 80 = 0.25.
-    assert found["CV of totals across requests"] == pytest.approx(0.15 / 0.65)
+    assert found["CV of totals over the context, across requests"] == pytest.approx(0.15 / 0.65)
     assert found["mean fraction of the context"] == pytest.approx((32 + 20) / 160)
     assert found["mean fraction, first layer"] == pytest.approx((10 + 8) / 80)
     needs = variation.need_map(Trace(tmp_path / "t"))
@@ -187,7 +187,7 @@ def test_need_map_is_the_mean_fraction_of_every_head(trace: Trace) -> None:
         ({"kv_heads": 1}, {"CV across KV heads", "CV of totals across KV heads"}),
         ({"layers": 1}, {"CV across layers"}),
         ({"steps": 1}, {"CV across steps", "CV of totals across steps"}),
-        ({"requests": 1}, {"CV of totals across requests"}),
+        ({"requests": 1}, {"CV of totals over the context, across requests"}),
         (
             {"kv_heads": 1, "layers": 1, "steps": 1, "requests": 1},
             {name for name in QUANTITIES if name.startswith("CV")},
@@ -225,7 +225,9 @@ def test_intervals_are_by_requests(trace: Trace) -> None:
         assert (line["ci_low"], line["ci_high"]) == pytest.approx((low, high), abs=0.03 * (high - low))
     fractions = np.array([(c.sum(0) / p.sum(0)).mean() for c, p in data])
     low, high = np.quantile(fractions[drawn].std(1) / fractions[drawn].mean(1), [0.025, 0.975])
-    line = found.row(by_predicate=pl.col("quantity") == "CV of totals across requests", named=True)
+    line = found.row(
+        by_predicate=pl.col("quantity") == "CV of totals over the context, across requests", named=True
+    )
     assert (line["ci_low"], line["ci_high"]) == pytest.approx((low, high), abs=0.1 * (high - low))
 
 

@@ -278,6 +278,29 @@ class TestRefused:
             )
         assert runner.finish(output) == runner.wanted()
 
+    def test_the_option_is_named_before_its_files(self, runner: Runner, zoo: Any, tmp_path: Path):
+        output, rows = tmp_path / "trace", tmp_path / "data"
+        rows.mkdir()
+        zoo.prompts(rows / "one.jsonl", (30,))
+        zoo.prompts(rows / "two.jsonl", (20,))
+        runner.finish(output, data_dir=str(rows), tasks="one,two")
+        assert "made with tasks = ['one', 'two'], not ['one']" in runner.refused(
+            output, data_dir=str(rows), tasks="one"
+        )
+        for name in ("one", "two"):
+            (rows / f"{name}.jsonl").rename(rows / f"{name}.txt")
+        assert "made with dataset.name = jsonl, not text" in runner.refused(
+            output, dataset="text", data_dir=str(rows), tasks="one,two"
+        )
+
+    def test_the_data_may_move(self, runner: Runner, zoo: Any, tmp_path: Path):
+        output = tmp_path / "trace"
+        zoo.prompts(tmp_path / "rows.jsonl", (30, 20))
+        done = runner.finish(output, data_dir=str(tmp_path / "rows.jsonl"))
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "rows.jsonl").rename(tmp_path / "elsewhere" / "rows.jsonl")
+        assert runner.finish(output, data_dir=str(tmp_path / "elsewhere")) == done
+
     def test_changed_data_are_named(self, runner: Runner, zoo: Any, tmp_path: Path):
         output, rows = tmp_path / "trace", tmp_path / "rows.jsonl"
         zoo.prompts(rows, (30, 20))

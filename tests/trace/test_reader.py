@@ -126,11 +126,14 @@ class TestFaults:
             f"no trace at {tmp_path}/none: no such directory"
         )
         (tmp_path / "file").write_text("")
-        assert "no such directory" in complaint(lambda: Trace(tmp_path / "file"))
+        assert "it is a file" in complaint(lambda: Trace(tmp_path / "file"))
 
     def test_no_trace(self, tmp_path: Path):
-        (tmp_path / "rows").mkdir()
         assert complaint(lambda: Trace(tmp_path)) == f"{tmp_path} is no trace: it has no manifest.json"
+        (tmp_path / "rows").mkdir()
+        assert complaint(lambda: Trace(tmp_path)) == (
+            f"{tmp_path} is no trace: it has no manifest.json; restore it, or collect into another directory"
+        )
 
     def test_unfinished(self, tmp_path: Path):
         with TraceWriter(tmp_path / "trace", RUN) as writer:
@@ -171,11 +174,11 @@ class TestFaults:
         (path / name).write_bytes(data[:-1])
         assert complaint(lambda: Trace(path)) == (
             f"{path / name} has {len(data) - 1} bytes, not {len(data)}; "
-            "restore it, or collect the trace again"
+            "restore it, or run the same collect command again"
         )
         (path / name).unlink()
         assert complaint(lambda: Trace(path)) == (
-            f"{path / name} is missing; restore it, or collect the trace again"
+            f"{path / name} is missing; restore it, or run the same collect command again"
         )
 
     def test_altered_files_are_found_when_read(self, path: Path):
@@ -184,7 +187,8 @@ class TestFaults:
             data[len(data) // 2] ^= 1
             (path / name).write_bytes(data)
         altered = (
-            f"{path}/rows/b.parquet was altered (its sha256 differs); restore it, or collect the trace again"
+            f"{path}/rows/b.parquet was altered (its sha256 differs); "
+            "restore it, or run the same collect command again"
         )
         assert complaint(Trace(path).scan) == altered
         assert "requests.parquet was altered" in complaint(lambda: Trace(path).requests)

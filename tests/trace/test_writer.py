@@ -212,6 +212,28 @@ class TestResuming:
         fill(begun)
         assert snapshot(begun) == wanted
 
+    @pytest.mark.parametrize(
+        ("damage", "kept"),
+        [
+            pytest.param(lambda path: (path / "rows/a.parquet").write_bytes(b"PAR1"), [1, 2], id="altered"),
+            pytest.param(lambda path: (path / "rows/b.parquet").unlink(), [0, 2], id="missing"),
+            pytest.param(lambda path: (path / "tensors/c.safetensors").write_bytes(b""), [0, 1], id="empty"),
+            pytest.param(lambda path: (path / "requests.parquet").write_bytes(b"PAR1"), [], id="table"),
+            pytest.param(lambda path: (path / "requests.parquet").unlink(), [], id="no table"),
+        ],
+    )
+    def test_a_finished_trace_is_mended(
+        self, tmp_path: Path, wanted: dict[str, bytes], damage: Any, kept: list[int]
+    ):
+        fill(tmp_path / "done")
+        damage(tmp_path / "done")
+        for _ in range(2):  # the second time it is an unfinished trace
+            with TraceWriter(tmp_path / "done", RUN) as writer:
+                assert not writer.finished
+                assert [place for place, name in enumerate(NAMES) if writer.done(name)] == kept
+        fill(tmp_path / "done")
+        assert snapshot(tmp_path / "done") == wanted
+
     def test_half_written_files_are_removed(self, begun: Path, wanted: dict[str, bytes]):
         for folder in ("", "rows", "journal", "tensors"):
             (begun / folder / ".tmp-c.parquet").write_bytes(b"half")
