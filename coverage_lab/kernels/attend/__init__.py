@@ -1,0 +1,1 @@
+"""Attention of one decode step over page lists of any length."""

@@ -1,0 +1,190 @@
+"""Keys and values where they lie: any layout, by strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAGE_SIZES = (16, 32, 64, 128)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_GROUP = 16
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of a batch, read through strides; nothing is copied.
+
+    Key d of KV head h at token t of page p of request b lies at
+    `b * strides[0] + page * strides[1] + t * strides[2] + h * strides[3] + d`, where `page` is `table[b, p]`,
+    or p without a table. Use one of the constructors.
+
+    Attributes
+    ----------
+    key, value : Tensor
+        Of one dtype, the channels contiguous.
+    key_strides, value_strides : tuple of int
+        Elements from one request, page, token and KV head to the next.
+    lengths : Tensor
+        `[B]` int32 on the device: tokens of each request, the current one included.
+    table : Tensor or None
+        `[B, pages]` int32: physical page of each page.
+    page_size : int
+        Tokens a page, S.
+    kv_heads, head_dim : int
+    max_pages : int
+        Most pages of a request; `lengths` stay within it.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_strides: tuple[int, int, int, int]
+    value_strides: tuple[int, int, int, int]
+    lengths: Tensor
+    table: Tensor | None
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    max_pages: int
+
+    def __post_init__(self) -> None:
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size: {self.page_size} is not one of {PAGE_SIZES}")
+        for name, tensor in (("key", self.key), ("value", self.value)):
+            if tensor.stride(-1) != 1:
+                raise ValueError(
+                    f"{name}: the channels must be contiguous; their stride is {tensor.stride(-1)}"
+                )
+        if self.key.dtype != self.value.dtype or self.key.shape != self.value.shape:
+            raise ValueError(
+                f"value: {tuple(self.value.shape)} {self.value.dtype} does not go with keys of "
+                f"{tuple(self.key.shape)} {self.key.dtype}"
+            )
+        if self.lengths.dtype != torch.int32 or self.lengths.ndim != 1:
+            raise ValueError(
+                f"lengths: must be int32 [B], not {self.lengths.dtype} {tuple(self.lengths.shape)}"
+            )
+        if self.table is not None and (
+            self.table.dtype != torch.int32 or self.table.ndim != 2 or len(self.table) != len(self.lengths)
+        ):
+            raise ValueError(
+                f"table: must be int32 [{len(self.lengths)}, pages], not {self.table.dtype} "
+                f"{tuple(self.table.shape)}"
+            )
+        for name in ("value", "lengths", "table"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != self.key.device:
+                raise ValueError(f"{name}: lies on {tensor.device}, the keys on {self.key.device}")
+
+    @classmethod
+    def contiguous(cls, key: Tensor, value: Tensor, lengths: Tensor, page_size: int = 64) -> PagedCache:
+        """Return the cache of `[B, KV heads, T, D]` tensors, as transformers keeps them."""
+        _check_dims(key, value)
+        batch, kv_heads, tokens, head_dim = key.shape
+        if len(lengths) != batch:
+            raise ValueError(f"lengths: {len(lengths)} requests, the keys have {batch}")
+        key_strides, value_strides = (
+            (t.stride(0), page_size * t.stride(2), t.stride(2), t.stride(1)) for t in (key, value)
+        )
+        pages = -(-tokens // page_size)
+        return cls(
+            key, value, key_strides, value_strides, lengths, None, page_size, kv_heads, head_dim, pages
+        )
+
+    @classmethod
+    def pool(
+        cls, key: Tensor, value: Tensor, lengths: Tensor, table: Tensor, layout: str = "NHD"
+    ) -> PagedCache:
+        """Return the cache of a pool of pages.
+
+        Parameters
+        ----------
+        key, value : Tensor
+            `[pages, S, KV heads, D]` (NHD) or `[pages, KV heads, S, D]` (HND); views into a pool that keeps
+            keys and values side by side (`kv.split(D, -1)`) will do.
+        lengths : Tensor
+            `[B]` int32.
+        table : Tensor
+            `[B, pages]` int32.
+        layout : {"NHD", "HND"}
+        """
+        _check_dims(key, value)
+        if layout not in ("NHD", "HND"):
+            raise ValueError(f"layout: {layout!r} is not NHD or HND")
+        token, head = (1, 2) if layout == "NHD" else (2, 1)
+        key_strides, value_strides = ((0, t.stride(0), t.stride(token), t.stride(head)) for t in (key, value))
+        size, kv_heads, head_dim = key.shape[token], key.shape[head], key.shape[3]
+        pages = table.shape[1]
+        return cls(key, value, key_strides, value_strides, lengths, table, size, kv_heads, head_dim, pages)
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return len(self.lengths)
+
+    @property
+    def rows(self) -> int:
+        """(request, KV head) pairs."""
+        return self.batch * self.kv_heads
+
+    @property
+    def physical_pages(self) -> int:
+        """Pages that summaries are kept for: those of the pool, or of all requests."""
+        return self.batch * self.max_pages if self.table is None else self.key.shape[0]
+
+    def tokens(self, request: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of one request, `[KV heads, T, D]` each; a copy, for references."""
+        length = int(self.lengths[request])
+        position = torch.arange(length, device=self.key.device)
+        page = position // self.page_size
+        if self.table is not None:
+            page = self.table[request].long()[page]
+        found = []
+        for tensor, strides in ((self.key, self.key_strides), (self.value, self.value_strides)):
+            start = request * strides[0] + page * strides[1] + position % self.page_size * strides[2]
+            head = torch.arange(self.kv_heads, device=page.device)[:, None, None] * strides[3]
+            channel = torch.arange(self.head_dim, device=page.device)
+            place = start[:, None] + head + channel + tensor.storage_offset()
+            flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+            found.append(flat[place])
+        return found[0], found[1]
+
+
+def _check_dims(key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ValueError(f"{name}: must have 4 dimensions, not {tensor.ndim}")
+
+
+def check_kernel(cache: PagedCache, query: Tensor) -> int:
+    """Return the query heads a KV head, or raise ValueError for what the kernels can't take.
+
+    `query` is `[B, query heads, D]`.
+    """
+    if cache.head_dim not in HEAD_DIMS:
+        raise ValueError(f"key: head dimension {cache.head_dim} is not one of {HEAD_DIMS}")
+    if cache.key.dtype not in DTYPES:
+        raise ValueError(f"key: {cache.key.dtype} is not bfloat16 or float16")
+    return check_query(cache, query)
+
+
+def check_query(cache: PagedCache, query: Tensor) -> int:
+    """Return the query heads a KV head, or raise ValueError if the query does not go with the cache."""
+    if query.ndim != 3 or query.shape[0] != cache.batch or query.shape[2] != cache.head_dim:
+        raise ValueError(
+            f"query: must be [{cache.batch}, query heads, {cache.head_dim}], not {tuple(query.shape)}"
+        )
+    if query.dtype != cache.key.dtype:
+        raise ValueError(f"query: {query.dtype}, the keys are {cache.key.dtype}")
+    if query.device != cache.key.device:
+        raise ValueError(f"query: lies on {query.device}, the keys on {cache.key.device}")
+    if query.stride(-1) != 1:
+        raise ValueError(f"query: the channels must be contiguous; their stride is {query.stride(-1)}")
+    group, rest = divmod(query.shape[1], cache.kv_heads)
+    if rest or not 1 <= group <= MAX_GROUP:
+        raise ValueError(
+            f"query: {query.shape[1]} heads over {cache.kv_heads} KV heads; 1 to {MAX_GROUP} each will do"
+        )
+    return group

@@ -1,0 +1,296 @@
+"""One decode step over the pages that matter: Estimate, Select, Attend, Merge (paper, section 3)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from coverage_lab.kernels.attend import reference as attend_reference
+from coverage_lab.kernels.cache import PagedCache, check_kernel, check_query
+from coverage_lab.kernels.lists import PageLists, check_lists, pack
+
+Kind = Literal["mvar", "mean", "quest"]
+
+# Pages a block of Attend reads at least, and pages that a block of Estimate covers.
+LEAST_PAGES = 4
+ESTIMATE_PAGES = 64
+# Two blocks of Attend fit on a multiprocessor with their pipelines.
+BLOCKS_PER_MULTIPROCESSOR = 2
+MOST_ROWS = 4096
+MOST_WIDTH = 16_384
+
+
+class Attend:
+    """Attention over page lists, with everything it writes allocated once.
+
+    Parameters
+    ----------
+    cache : PagedCache
+        Its shape, device and dtype are those of every later call.
+    query_heads : int
+    scale : float, optional
+        Softmax scale; `1 / sqrt(D)` by default.
+    blocks : int, optional
+        Thread blocks; two a multiprocessor by default.
+    """
+
+    def __init__(
+        self, cache: PagedCache, query_heads: int, scale: float | None = None, blocks: int | None = None
+    ) -> None:
+        device = cache.key.device
+        if cache.rows > MOST_ROWS:
+            raise ValueError(
+                f"lengths: {cache.rows} rows (requests x KV heads); at most {MOST_ROWS} are possible"
+            )
+        self.scale = cache.head_dim**-0.5 if scale is None else scale
+        self.group = query_heads // cache.kv_heads
+        if blocks is None:
+            blocks = 8
+            if device.type == "cuda":
+                processors = torch.cuda.get_device_properties(device).multi_processor_count
+                blocks = BLOCKS_PER_MULTIPROCESSOR * processors
+        self.blocks = blocks
+        self._parts = torch.empty(2 * blocks, self.group, cache.head_dim, device=device)
+        self._log_sums = torch.empty(2 * blocks, self.group, device=device)
+        self._first_page = torch.empty(cache.rows, dtype=torch.int32, device=device)
+        self._share = torch.empty(1, dtype=torch.int32, device=device)
+
+    def __call__(
+        self, query: Tensor, cache: PagedCache, lists: PageLists, out: Tensor | None = None
+    ) -> Tensor:
+        """Return `[B, query heads, D]`; nothing waits for the device."""
+        from coverage_lab.kernels.attend.triton import attend_kernel
+        from coverage_lab.kernels.merge.triton import merge_kernel
+
+        group = check_kernel(cache, query)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+        sizes = {"GROUP": group, "DIM": cache.head_dim, "DIM_TILE": power_of_two(cache.head_dim)}
+        attend_kernel[(self.blocks,)](
+            query,
+            cache.key,
+            cache.value,
+            lists.entries,
+            lists.counts,
+            out,
+            self._parts,
+            self._log_sums,
+            self._first_page,
+            self._share,
+            self.scale * math.log2(math.e),
+            query.stride(0),
+            query.stride(1),
+            *cache.key_strides,
+            *cache.value_strides,
+            lists.entries.stride(1),
+            cache.rows,
+            cache.kv_heads,
+            **sizes,
+            GROUP_TILE=16,
+            PAGE=cache.page_size,
+            ROWS_TILE=power_of_two(cache.rows),
+            LEAST=LEAST_PAGES,
+            STAGES=_stages(cache),
+            num_warps=4,
+        )
+        merge_kernel[(cache.rows, group)](
+            self._parts,
+            self._log_sums,
+            lists.counts,
+            self._first_page,
+            self._share,
+            out,
+            **sizes,
+            PARTS_TILE=16,
+            num_warps=2,
+        )
+        return out
+
+
+class DecodePath:
+    """The four kernels as one call, with a workspace of its own; it can be captured in a CUDA graph.
+
+    Without a GPU that the kernels can use, the references in plain torch serve (`backend` says which).
+
+    Parameters
+    ----------
+    cache : PagedCache
+        Its tensors are read in place at every call.
+    query_heads : int
+    gamma : float, optional
+        Coverage of the rule, in (0, 1].
+    count : int, optional
+        Pages of every list (the fixed-count mode) in place of `gamma`, sink and current page included.
+    estimator : {"mvar", "mean", "quest"}
+    scale : float, optional
+        Softmax scale; `1 / sqrt(D)` by default.
+
+    Attributes
+    ----------
+    pages, counts : Tensor
+        `[B, KV heads, pages]` and `[B, KV heads]` int32: the lists of the latest call.
+    reads : Tensor
+        `[2]` int64 on the device: pages kept and pages seen, summed over all calls and rows.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        query_heads: int,
+        *,
+        gamma: float | None = None,
+        count: int | None = None,
+        estimator: Kind = "mvar",
+        scale: float | None = None,
+    ) -> None:
+        if (gamma is None) == (count is None):
+            raise ValueError("gamma: give either gamma or count")
+        if gamma is not None and not 0 < gamma <= 1:
+            raise ValueError(f"gamma: {gamma} is not in (0, 1]")
+        if count is not None and count < 1:
+            raise ValueError(f"count: {count} is less than one page")
+        if estimator not in ("mvar", "mean", "quest"):
+            raise ValueError(f"estimator: {estimator!r} is not mvar, mean or quest")
+        if cache.max_pages > MOST_WIDTH:
+            raise ValueError(
+                f"lengths: up to {cache.max_pages} pages; at most {MOST_WIDTH} a row are possible"
+            )
+        self.cache, self.query_heads, self.estimator = cache, query_heads, estimator
+        self.by_count = count is not None
+        device, rows = cache.key.device, (cache.batch, cache.kv_heads)
+        self._attend = Attend(cache, query_heads, scale)
+        self.scale = self._attend.scale
+        self._budget = torch.tensor([gamma if count is None else count], dtype=torch.float64, device=device)
+        shape = cache.physical_pages, cache.kv_heads, 2, cache.head_dim
+        self._summary = torch.empty(shape, dtype=cache.key.dtype, device=device)
+        self._log_mass = torch.empty(cache.rows, self._attend.group, cache.max_pages, device=device)
+        self.pages = torch.empty(*rows, cache.max_pages, dtype=torch.int32, device=device)
+        self.counts = torch.empty(rows, dtype=torch.int32, device=device)
+        self.lists = PageLists(torch.empty_like(self.pages), self.counts)
+        self.reads = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def summarize(self) -> None:
+        """Write the summaries of all full pages: once, after the prefill."""
+        from coverage_lab.kernels.summarize.triton import summarize_kernel
+
+        cache = self.cache
+        table = cache.lengths if cache.table is None else cache.table
+        summarize_kernel[(cache.rows, cache.max_pages)](
+            cache.key,
+            cache.lengths,
+            table,
+            self._summary,
+            *cache.key_strides,
+            table.stride(0),
+            cache.max_pages,
+            cache.kv_heads,
+            DIM=cache.head_dim,
+            DIM_TILE=power_of_two(cache.head_dim),
+            PAGE=cache.page_size,
+            HAS_TABLE=cache.table is not None,
+            KIND=self.estimator,
+        )
+
+    def estimate(self, query: Tensor) -> Tensor:
+        """Write and return the log masses, `[rows, G, pages]` float32; beyond a row nothing is written."""
+        from coverage_lab.kernels.estimate.triton import estimate_kernel
+
+        cache = self.cache
+        table = cache.lengths if cache.table is None else cache.table
+        parts = -(-cache.max_pages // ESTIMATE_PAGES)
+        estimate_kernel[(cache.rows, parts + 1)](
+            query,
+            cache.key,
+            cache.lengths,
+            table,
+            self._summary,
+            self._log_mass,
+            self.scale,
+            query.stride(0),
+            query.stride(1),
+            *cache.key_strides,
+            table.stride(0),
+            cache.max_pages,
+            cache.kv_heads,
+            self._log_mass.stride(0),
+            self._log_mass.stride(1),
+            GROUP=self._attend.group,
+            GROUP_TILE=16,
+            DIM=cache.head_dim,
+            DIM_TILE=power_of_two(cache.head_dim),
+            PAGE=cache.page_size,
+            LOG_PAGE=math.log(cache.page_size),
+            PAGES_TILE=ESTIMATE_PAGES,
+            HAS_TABLE=cache.table is not None,
+            KIND=self.estimator,
+        )
+        return self._log_mass
+
+    def select(self) -> PageLists:
+        """Write and return the lists that the budget makes of the latest log masses."""
+        from coverage_lab.kernels.select.triton import select_kernel
+
+        cache = self.cache
+        table = cache.lengths if cache.table is None else cache.table
+        width = power_of_two(cache.max_pages)
+        select_kernel[(cache.rows,)](
+            self._log_mass,
+            cache.lengths,
+            table,
+            self._budget,
+            self.lists.entries,
+            self.pages,
+            self.counts,
+            self.reads,
+            table.stride(0),
+            cache.kv_heads,
+            self._log_mass.stride(0),
+            self._log_mass.stride(1),
+            cache.max_pages,
+            GROUP=self._attend.group,
+            PAGE=cache.page_size,
+            WIDTH=width,
+            THRESHOLDS=8 if width <= 512 else 4 if width <= 2048 else 2,
+            BY_COUNT=self.by_count,
+            HAS_TABLE=cache.table is not None,
+            num_warps=4 if width <= 256 else 8 if width <= 4096 else 16,
+        )
+        return self.lists
+
+    def __call__(self, query: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the attention of a decode step, `[B, query heads, D]`, over the pages it selects.
+
+        `query` is `[B, query heads, D]`, not scaled; the keys and values of the step are in the cache.
+        """
+        check_kernel(self.cache, query)
+        self.estimate(query)
+        return self._attend(query, self.cache, self.select(), out)
+
+
+def attend(
+    query: Tensor, cache: PagedCache, pages: Tensor, counts: Tensor, scale: float | None = None
+) -> Tensor:
+    """Return attention over the page lists of any selector (paper 3.5).
+
+    Parameters are those of `attend.reference.attend`; off the GPU that is what runs. For many calls of one
+    shape keep an `Attend`, which allocates once.
+    """
+    check_query(cache, query)
+    check_lists(cache, pages, counts)
+    scale = cache.head_dim**-0.5 if scale is None else scale
+    if query.device.type != "cuda":
+        return attend_reference.attend(query, cache, pages, counts, scale)
+    return Attend(cache, query.shape[1], scale)(query, cache, pack(cache, pages, counts))
+
+
+def power_of_two(number: int) -> int:
+    """Return the least power of two from `number` on."""
+    return 1 << (number - 1).bit_length()
+
+
+def _stages(cache: PagedCache) -> int:
+    """How many pages are under way: as many as leave room for two blocks on a multiprocessor."""
+    bytes_a_page = 2 * 2 * cache.page_size * power_of_two(cache.head_dim)
+    return max(2, min(5, 1 + 72 * 1024 // bytes_a_page))

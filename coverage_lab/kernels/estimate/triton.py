@@ -1,0 +1,115 @@
+"""Log masses of pages as a Triton kernel: from summaries, but for the sink and the current page."""
+
+import triton
+import triton.language as tl
+
+from coverage_lab.kernels.summarize.triton import page_summary
+
+
+@triton.jit
+def estimate_kernel(
+    query,
+    key,
+    lengths,
+    table,
+    summary,
+    log_mass,
+    scale,
+    query_batch,
+    query_head,
+    key_batch,
+    key_page,
+    key_token,
+    key_head,
+    table_row,
+    max_pages,
+    kv_heads,
+    mass_row,
+    mass_head,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    PAGE: tl.constexpr,
+    LOG_PAGE: tl.constexpr,
+    PAGES_TILE: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    request = row // kv_heads
+    kv_head = row % kv_heads
+    length = tl.load(lengths + request)
+    pages = tl.cdiv(length, PAGE)
+    # The last part reads the keys of the sink and of the current page.
+    exact = part == tl.num_programs(1) - 1
+    if (length == 0) | ((part * PAGES_TILE >= pages) & (exact == 0)):
+        return
+    head = tl.arange(0, GROUP_TILE)
+    channel = tl.arange(0, DIM_TILE)
+    inside = channel < DIM
+    q = tl.load(
+        query
+        + request.to(tl.int64) * query_batch
+        + (kv_head * GROUP + head)[:, None] * query_head
+        + channel[None, :],
+        mask=(head < GROUP)[:, None] & inside[None, :],
+        other=0.0,
+    )
+    masses = log_mass + row.to(tl.int64) * mass_row + head[:, None] * mass_head
+    mapped = table + request.to(tl.int64) * table_row
+    if exact:
+        token = tl.arange(0, PAGE)
+        one = 0
+        while one < pages:
+            held = tl.load(mapped + one) if HAS_TABLE else one
+            here = one * PAGE + token < length
+            keys = tl.load(
+                key
+                + request.to(tl.int64) * key_batch
+                + held.to(tl.int64) * key_page
+                + kv_head.to(tl.int64) * key_head
+                + token[:, None] * key_token
+                + channel[None, :],
+                mask=here[:, None] & inside[None, :],
+                other=0.0,
+            )
+            logits = tl.dot(q, tl.trans(keys)) * scale
+            logits = tl.where(here[None, :], logits, float("-inf"))
+            top = tl.max(logits, 1)
+            log_sum = top + tl.log(tl.sum(tl.exp(logits - top[:, None]), 1))
+            tl.store(masses + one, log_sum[:, None], mask=(head < GROUP)[:, None])
+            if (one + 1) * PAGE == length:
+                # The step has filled its page: from the next one on a summary stands for it.
+                low, high = page_summary(keys.to(tl.float32), KIND)
+                filled = held.to(tl.int64) if HAS_TABLE else request.to(tl.int64) * max_pages + one
+                to = summary + (filled * kv_heads + kv_head) * (2 * DIM) + channel
+                tl.store(to, low.to(summary.dtype.element_ty), mask=inside)
+                tl.store(to + DIM, high.to(summary.dtype.element_ty), mask=inside)
+            one = tl.where(one == pages - 1, pages, pages - 1)
+    else:
+        page = part * PAGES_TILE + tl.arange(0, PAGES_TILE)
+        known = (page > 0) & (page < pages - 1)
+        if HAS_TABLE:
+            place = tl.load(mapped + page, mask=known, other=0).to(tl.int64)
+        else:
+            place = request.to(tl.int64) * max_pages + page
+        at = summary + (place * kv_heads + kv_head) * (2 * DIM)
+        tile = at[:, None] + channel[None, :]
+        wanted = known[:, None] & inside[None, :]
+        first = tl.load(tile, mask=wanted, other=0.0)
+        if KIND == "mean":
+            mass = tl.dot(q, tl.trans(first)) * scale
+        elif KIND == "mvar":
+            second = tl.load(tile + DIM, mask=wanted, other=0.0)
+            scaled = q.to(tl.float32) * scale
+            spread = tl.dot(0.5 * scaled * scaled, tl.trans(second.to(tl.float32)), input_precision="tf32")
+            mass = tl.dot(q, tl.trans(first)) * scale + spread
+        else:
+            second = tl.load(tile + DIM, mask=wanted, other=0.0)
+            zero = tl.zeros_like(q)
+            bound = tl.dot(tl.where(q > 0, q, zero), tl.trans(second))
+            mass = (bound + tl.dot(tl.where(q < 0, q, zero), tl.trans(first))) * scale
+        mask = (head < GROUP)[:, None] & known[None, :]
+        tl.store(masses + page[None, :], mass + LOG_PAGE, mask=mask)

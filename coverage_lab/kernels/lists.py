@@ -1,0 +1,69 @@
+"""Page lists as the attention kernel reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coverage_lab.kernels.cache import PagedCache
+
+# An entry is 256 times the physical page plus the tokens that the page holds, in an int32.
+MOST_PAGES = 1 << 23
+
+
+@dataclass(frozen=True)
+class PageLists:
+    """Pages that every row reads.
+
+    Attributes
+    ----------
+    entries : Tensor
+        `[B, KV heads, width]` int32: physical page times 256, plus its tokens; ahead of the row's count.
+    counts : Tensor
+        `[B, KV heads]` int32, at least 1: a row without pages has one entry without tokens.
+    """
+
+    entries: Tensor
+    counts: Tensor
+
+
+def pack(cache: PagedCache, pages: Tensor, counts: Tensor) -> PageLists:
+    """Return the lists of any selector in the form that the kernel reads, without asking the host.
+
+    Parameters
+    ----------
+    cache : PagedCache
+    pages : Tensor
+        `[B, KV heads, width]` integers: pages by their place in the request, each at most once. What lies
+        beyond a row's count is not looked at.
+    counts : Tensor
+        `[B, KV heads]` integers.
+    """
+    check_lists(cache, pages, counts)
+    index = pages.long().clamp(0, cache.max_pages - 1)
+    tokens = (cache.lengths[:, None, None] - index * cache.page_size).clamp(0, cache.page_size)
+    if cache.table is not None:
+        index = cache.table.long().gather(1, index.flatten(1)).view(index.shape)
+    place = torch.arange(pages.shape[2], device=pages.device)
+    entries = (index * 256 + tokens).where(place < counts[..., None], 0)
+    return PageLists(entries.int(), counts.int().clamp(min=1))
+
+
+def check_lists(cache: PagedCache, pages: Tensor, counts: Tensor) -> None:
+    """Raise ValueError if lists do not go with a cache."""
+    rows = (cache.batch, cache.kv_heads)
+    if pages.ndim != 3 or pages.shape[:2] != rows or pages.shape[2] < 1:
+        raise ValueError(f"pages: must be [{rows[0]}, {rows[1]}, width], not {tuple(pages.shape)}")
+    if counts.shape != rows:
+        raise ValueError(f"counts: must be [{rows[0]}, {rows[1]}], not {tuple(counts.shape)}")
+    for name, tensor in (("pages", pages), ("counts", counts)):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name}: must hold integers, not {tensor.dtype}")
+        if tensor.device != cache.key.device:
+            raise ValueError(f"{name}: lies on {tensor.device}, the keys on {cache.key.device}")
+    if cache.physical_pages > MOST_PAGES:
+        raise ValueError(
+            f"key: a pool of {cache.physical_pages} pages; at most {MOST_PAGES} can be addressed"
+        )

@@ -1,0 +1,1 @@
+"""Partial attention results into one, by their log-sum-exp."""

@@ -1,0 +1,386 @@
+"""The kernels of a decode step against the references in float64: layouts, page sizes, groups, lengths."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coverage_lab.kernels.attend import reference as attend_reference
+from coverage_lab.kernels.cache import PagedCache
+from coverage_lab.kernels.decode import Attend, DecodePath, attend
+from coverage_lab.kernels.estimate import reference as estimate_reference
+from coverage_lab.kernels.lists import pack
+from coverage_lab.kernels.select.reference import coverage_counts, rank
+from coverage_lab.kernels.summarize import reference as summarize_reference
+from coverage_lab.pages import Rows
+
+# The interpreter gets bf16 arithmetic wrong, so the CPU runs float16.
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LAYOUTS = ["contiguous", "NHD", "HND", "fused"]
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """Keys and values with poison wherever no token lies, and a query."""
+
+    cache: PagedCache
+    query: Tensor
+    lengths: list[int]
+
+    def wide(self, request: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and queries of a request in float64 on the CPU, `[KV heads, T or G, D]`."""
+        keys, values = self.cache.tokens(request)
+        query = self.query[request].unflatten(0, (self.cache.kv_heads, -1))
+        return keys.double().cpu(), values.double().cpu(), query.double().cpu()
+
+
+def make(
+    layout: str = "HND",
+    lengths: tuple[int, ...] = (1, 70, 133),
+    kv_heads: int = 2,
+    group: int = 4,
+    head_dim: int = 64,
+    page_size: int = 16,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float16,
+    seed: int = 0,
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    batch, pages = len(lengths), -(-max(lengths) // page_size) + 1
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
+    keys, values = (
+        [
+            normal(kv_heads, length, head_dim)
+            * (1 + torch.rand(kv_heads, 1, 1, generator=generator)).to(dtype)
+            for length in lengths
+        ]
+        for _ in range(2)
+    )
+    if layout == "contiguous":
+        tokens = pages * page_size - 3
+        held = torch.full((2, batch, kv_heads, tokens, head_dim), NAN, dtype=dtype)
+        for request, length in enumerate(lengths):
+            held[0, request, :, :length], held[1, request, :, :length] = keys[request], values[request]
+        key, value = held.to(device)
+        cache = PagedCache.contiguous(key, value, on_device, page_size)
+    else:
+        pool = batch * pages + 3
+        table = torch.randperm(pool, generator=generator)[: batch * pages].view(batch, pages)
+        held = torch.full((2, pool, kv_heads, page_size, head_dim), NAN, dtype=dtype)
+        for request, length in enumerate(lengths):
+            for page in range(-(-length // page_size)):
+                part = slice(page * page_size, min(length, (page + 1) * page_size))
+                for which, source in enumerate((keys, values)):
+                    count = part.stop - part.start
+                    held[which, table[request, page], :, :count] = source[request][:, part]
+        table = table.int().to(device)
+        if layout == "NHD":
+            key, value = held.transpose(2, 3).contiguous().to(device)
+        elif layout == "HND":
+            key, value = held.to(device)
+        else:
+            key, value = torch.cat([held[0], held[1]], -1).to(device).split(head_dim, -1)
+        cache = PagedCache.pool(key, value, on_device, table, "NHD" if layout == "NHD" else "HND")
+    query = normal(batch, kv_heads * group, head_dim).to(device) * 1.5
+    return Case(cache, query, list(lengths))
+
+
+def random_lists(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return lists of one page to all of a row's, in any order, and poison behind them."""
+    generator = torch.Generator().manual_seed(seed)
+    cache = case.cache
+    pages = torch.full((cache.batch, cache.kv_heads, cache.max_pages), 2**30, dtype=torch.int32)
+    counts = torch.zeros(cache.batch, cache.kv_heads, dtype=torch.int32)
+    for request, length in enumerate(case.lengths):
+        held = -(-length // cache.page_size)
+        for head in range(cache.kv_heads):
+            count = int(torch.randint(1, held + 1, (1,), generator=generator)) if held else 0
+            chosen = torch.randperm(held, generator=generator)[:count]
+            pages[request, head, :count], counts[request, head] = chosen.int(), count
+    return pages.to(cache.key.device), counts.to(cache.key.device)
+
+
+def expected(case: Case, pages: Tensor, counts: Tensor) -> Tensor:
+    """Return attention over lists in float64."""
+    out = torch.zeros(case.query.shape, dtype=torch.float64)
+    size = case.cache.page_size
+    for request in range(case.cache.batch):
+        keys, values, query = case.wide(request)
+        for head in range(case.cache.kv_heads):
+            chosen = pages[request, head, : int(counts[request, head])].tolist()
+            tokens = [t for p in chosen for t in range(p * size, min((p + 1) * size, keys.shape[1]))]
+            if tokens:
+                logits = query[head] @ keys[head, tokens].T * case.cache.head_dim**-0.5
+                group = query.shape[1]
+                out[request, head * group : (head + 1) * group] = logits.softmax(-1) @ values[head, tokens]
+    return out
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Within a few roundings of the dtype, NaN nowhere."""
+    error = (found.double().cpu() - wanted).abs()
+    unit = torch.finfo(found.dtype).eps
+    assert (error <= 2 * unit * (1 + wanted.abs())).all(), error.max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestAttend:
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts(self, device: str, layout: str):
+        case = make(layout, device=device)
+        lists = random_lists(case)
+        close(attend_once(case, *lists), expected(case, *lists))
+
+    @pytest.mark.parametrize(
+        ("group", "head_dim", "page_size"),
+        [(1, 64, 16), (3, 80, 32), (6, 96, 64), (7, 128, 16), (8, 256, 16), (16, 64, 128)],
+    )
+    def test_shapes(self, device: str, group: int, head_dim: int, page_size: int):
+        lengths = (1, page_size, 3 * page_size + 1)
+        case = make("fused", lengths, 2, group, head_dim, page_size, device)
+        lists = random_lists(case)
+        close(attend_once(case, *lists), expected(case, *lists))
+
+    @pytest.mark.parametrize("blocks", [1, 2, 3, 5, 16, 64])
+    def test_the_split_does_not_matter(self, device: str, blocks: int):
+        case = make(lengths=(200, 1, 17, 90), device=device)
+        lists = random_lists(case)
+        close(attend_once(case, *lists, blocks=blocks), expected(case, *lists))
+
+    def test_rows_without_tokens_give_zeros(self, device: str):
+        case = make(lengths=(0, 40, 0, 33), device=device)
+        lists = random_lists(case)
+        found = attend_once(case, *lists)
+        assert not found[0].any()
+        assert not found[2].any()
+        close(found, expected(case, *lists))
+
+    def test_repeated_runs_are_identical(self, device: str):
+        case = make(lengths=(300, 5, 120), device=device)
+        pages, counts = random_lists(case)
+        run = Attend(case.cache, case.query.shape[1])
+        lists = pack(case.cache, pages, counts)
+        first = run(case.query, case.cache, lists)
+        for _ in range(3):
+            again = torch.full_like(first, NAN)
+            assert run(case.query, case.cache, lists, again) is again
+            assert torch.equal(first, again)
+
+    def test_the_entry_point_takes_any_lists(self, device: str):
+        case = make("NHD", device=device)
+        pages, counts = random_lists(case)
+        found = attend(case.query, case.cache, pages.long(), counts)
+        wide = expected(case, pages, counts)
+        assert (found.double().cpu() - wide).abs().max() < 0.02
+
+
+def attend_once(case: Case, pages: Tensor, counts: Tensor, blocks: int | None = None) -> Tensor:
+    """Return the kernels' result in a poisoned output."""
+    out = torch.full_like(case.query, NAN)
+    run = Attend(case.cache, case.query.shape[1], blocks=blocks)
+    run._parts.fill_(NAN)
+    run._log_sums.fill_(NAN)
+    return run(case.query, case.cache, pack(case.cache, pages, counts), out)
+
+
+def log_masses(case: Case, estimator: str) -> list[Tensor]:
+    """Return the wanted log masses of every row, `[G, pages]` float64."""
+    size, dtype = case.cache.page_size, case.query.dtype
+    found = []
+    for request, length in enumerate(case.lengths):
+        keys, _, query = case.wide(request)
+        last = -(-length // size) - 1
+        for head in range(case.cache.kv_heads):
+            scaled = query[head] * case.cache.head_dim**-0.5
+            masses = estimate_reference.exact_log_mass(scaled, keys[head], size)
+            if last > 1:
+                full = keys[head, size : last * size].unflatten(0, (-1, size))
+                if estimator == "quest":
+                    box = [part.to(dtype).double() for part in summarize_reference.page_box(full)]
+                    masses[:, 1:last] = estimate_reference.quest_log_mass(scaled, *box, size)
+                else:
+                    mean, variance = (p.to(dtype).double() for p in summarize_reference.page_moments(full))
+                    masses[:, 1:last] = (
+                        estimate_reference.mvar_log_mass(scaled, mean, variance, size)
+                        if estimator == "mvar"
+                        else estimate_reference.mean_log_mass(scaled, mean, size)
+                    )
+            found.append(masses)
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestPath:
+    @pytest.mark.parametrize("estimator", ["mvar", "mean", "quest"])
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_log_masses(self, device: str, estimator: Any, layout: str):
+        case = make(layout, (1, 32, 250, 96), device=device)
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.9, estimator=estimator)
+        path._summary.fill_(NAN)
+        path.summarize()
+        found = path.estimate(case.query).cpu()
+        for row, wanted in enumerate(log_masses(case, estimator)):
+            got = found[row, :, : wanted.shape[1]].double()
+            # float32 logits, and a spread whose factors are rounded to tf32 on the GPU.
+            assert (got - wanted).abs().max() < (1e-4 if device == "cpu" else 5e-3) * (1 + wanted.abs().max())
+
+    @pytest.mark.parametrize("gamma", [0.3, 0.9, 0.98, 1.0])
+    def test_lists_are_those_of_the_reference(self, device: str, gamma: float):
+        case = make(lengths=(1, 16, 17, 40, 333, 512), device=device, seed=3)
+        path = DecodePath(case.cache, case.query.shape[1], gamma=gamma)
+        path.summarize()
+        path(case.query)
+        kept, seen = check_lists(case, path, gamma=gamma)
+        assert path.reads.tolist() == [kept, seen]
+
+    @pytest.mark.parametrize("count", [1, 2, 5, 1000])
+    def test_the_fixed_count_is_exact(self, device: str, count: int):
+        case = make(lengths=(1, 17, 40, 333), device=device, seed=4)
+        path = DecodePath(case.cache, case.query.shape[1], count=count)
+        path.summarize()
+        path(case.query)
+        check_lists(case, path, count=count)
+
+    def test_ties_are_taken_by_page(self, device: str):
+        """Keys that are all alike: every page has the same share."""
+        case = make(lengths=(160,), device=device)
+        case.cache.key.nan_to_num_(0.0).zero_()
+        for count, wanted in ((2, [0, 9]), (5, [0, 1, 2, 3, 9])):
+            path = DecodePath(case.cache, case.query.shape[1], count=count)
+            path.summarize()
+            path(case.query)
+            assert path.pages[0, 0, :count].tolist() == wanted
+
+    def test_at_gamma_one_it_is_dense(self, device: str):
+        case = make("NHD", (1, 33, 200), device=device)
+        path = DecodePath(case.cache, case.query.shape[1], gamma=1.0)
+        path.summarize()
+        pages = torch.arange(case.cache.max_pages, dtype=torch.int32).expand(3, 2, -1)
+        counts = torch.tensor([[-(-length // 16)] * 2 for length in case.lengths])
+        close(path(case.query), expected(case, pages, counts))
+
+    def test_the_step_that_fills_a_page_summarizes_it(self, device: str):
+        case = make("HND", (47, 64), device=device)
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.9)
+        path._summary.fill_(NAN)
+        path.estimate(case.query)
+        held = case.cache.table[1, 3].item()  # type: ignore[index]
+        assert not path._summary[held].isnan().any()
+        assert path._summary.isnan().flatten(1).all(1).sum() == len(path._summary) - 1
+
+
+def check_lists(case: Case, path: DecodePath, gamma: float = 0.0, count: int = 0) -> tuple[int, int]:
+    """Compare every list with the reference on the same log masses; return pages kept and seen."""
+    kept = seen = 0
+    masses = path._log_mass.cpu()
+    for row in range(case.cache.rows):
+        request, head = divmod(row, case.cache.kv_heads)
+        length = case.lengths[request]
+        n_pages = -(-length // case.cache.page_size)
+        shares = estimate_reference.group_shares(masses[row, :, :n_pages])[None]
+        numbers = {"n_pages": n_pages, "first_page": 0, "position": length - 1, "layer": 0, "kv_head": head}
+        rows = Rows(**{name: torch.tensor([value]) for name, value in numbers.items()}, page_size=16)
+        ranking = rank(shares, rows)
+        wanted = (
+            max(min(count, n_pages), int(ranking.n_forced))
+            if count
+            else int(coverage_counts(ranking, torch.tensor([gamma], dtype=torch.float64)))
+        )
+        found = path.pages[request, head, : int(path.counts[request, head])].tolist()
+        assert found == sorted(ranking.order[0, :wanted].tolist())
+        kept += wanted
+        seen += n_pages
+    return kept, seen
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("change", "name"),
+        [
+            ({"dtype": torch.float32}, "key"),
+            ({"head_dim": 48}, "key"),
+            ({"page_size": 8}, "page_size"),
+            ({"group": 17}, "query"),
+        ],
+    )
+    def test_what_the_kernels_cannot_take_is_named(self, change: Any, name: str):
+        def run() -> None:
+            case = make(**change)
+            DecodePath(case.cache, case.query.shape[1], gamma=0.9)(case.query)
+
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            run()
+
+    @pytest.mark.parametrize(
+        ("options", "name"),
+        [
+            ({}, "gamma"),
+            ({"gamma": 0.9, "count": 3}, "gamma"),
+            ({"gamma": 1.5}, "gamma"),
+            ({"count": 0}, "count"),
+            ({"gamma": 0.9, "estimator": "mvra"}, "estimator"),
+        ],
+    )
+    def test_options(self, options: Any, name: str):
+        case = make()
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            DecodePath(case.cache, case.query.shape[1], **options)
+
+    def test_lists_and_queries(self):
+        case = make()
+        pages, counts = random_lists(case)
+        for name, arguments in (
+            ("query", (case.query[:2], pages, counts)),
+            ("query", (case.query.float(), pages, counts)),
+            ("pages", (case.query, pages[0], counts)),
+            ("pages", (case.query, pages.float(), counts)),
+            ("counts", (case.query, pages, counts[0])),
+        ):
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                attend(arguments[0], case.cache, *arguments[1:])
+
+    def test_the_reference_takes_any_dtype(self):
+        case = make()
+        pages, counts = random_lists(case)
+        found = attend_reference.attend(case.query, case.cache, pages, counts, 64**-0.5)
+        assert (found.double() - expected(case, pages, counts)).abs().max() < 0.02
+
+
+@pytest.mark.gpu
+class TestOnTheGpu:
+    def test_graph_replay_is_eager(self):
+        case = make("fused", (5000, 17, 4096, 9000), 8, 4, 128, 64, "cuda", torch.bfloat16)
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.98)
+        path.summarize()
+        eager = path(case.query).clone()
+        lists, counts = path.pages.clone(), path.counts.clone()
+        graph = torch.cuda.CUDAGraph()
+        out = torch.empty_like(eager)
+        with torch.cuda.graph(graph):
+            path(case.query, out)
+        for _ in range(3):
+            out.fill_(NAN)
+            graph.replay()
+            assert torch.equal(out, eager)
+            assert torch.equal(path.counts, counts)
+        kept = torch.arange(lists.shape[2], device="cuda") < counts[..., None]
+        assert torch.equal(path.pages[kept], lists[kept])
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_long_rows(self, dtype: torch.dtype):
+        case = make("NHD", (131_000, 64, 1_048_000), 2, 4, 128, 64, "cuda", dtype)
+        lists = random_lists(case)
+        close(attend_once(case, *lists), expected(case, *lists))
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.98)
+        path.summarize()
+        assert not path(case.query).isnan().any()
+        shares = path.counts.float().sum().item()
+        assert math.isfinite(shares)
