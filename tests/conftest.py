@@ -1,11 +1,15 @@
 """What all tests share. Modules in `tests/tools` are imported by name: `import synthetic`."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run in Triton's interpreter; read when triton is imported
 
 sys.path.append(str(Path(__file__).parent / "tools"))
 torch.set_num_threads(1)  # tensors are tiny here: more threads only wait for each other

@@ -110,8 +110,9 @@ def collect(
         raise
     ok, failed = summary.requests.get("ok", 0), summary.requests.get("failed", 0)
     if not quiet:
+        state = " was complete already" if summary.complete_before else ""
         messages.print(
-            f"{output}: {_plural(ok, 'request')}, {_plural(summary.steps, 'step')} in all, "
+            f"{output}{state}: {_plural(ok, 'request')}, {_plural(summary.steps, 'step')} in all, "
             f"{_plural(summary.rows, 'row')}, {summary.bytes / 1e6:.1f} MB, {summary.seconds:.0f} s",
             highlight=False,
             soft_wrap=True,

@@ -49,6 +49,14 @@ def compare_policies(
     output.check_outputs(json, csv, figure=figure)
     if context.args and not policies:
         raise CoverageLabError(f"unexpected argument {context.args[0]!r}; policies come after --policies")
+    if policies and anchor:
+        raise CoverageLabError(
+            "--anchor is for matched reads; with --policies nothing is matched, leave it out"
+        )
+    if not trace.exists() and re.fullmatch(r"[a-z]+/[a-z]+(:.*)?", str(trace)):
+        raise CoverageLabError(
+            "the trace comes first: coverage-lab compare-policies TRACE --policies POLICY..."
+        )
     data = Trace(trace)
     with PassProgress(quiet) as progress:
         if policies:
@@ -62,6 +70,8 @@ def compare_policies(
 
         output.save_figure(comparison.figure(comparison.to_frame(records)), figure)
 
+
+FEW_REQUESTS = 10
 
 # Columns that a narrow screen goes without, the first one first.
 _DROPPABLE = ("metadata", "coverage\np1", "requested", "coverage\nmean", "coverage\np5")
@@ -99,7 +109,7 @@ def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_row
             ],
         }
         if kind == "same_reads":
-            cells["against the anchor\n95%, paired"] = [_signed_interval(line) for line in lines]
+            cells["more than the anchor\npoints, 95%, paired"] = [_signed_interval(line) for line in lines]
         heading = ": ".join(filter(None, [title, details[kind]]))
         print_table(screen, heading, list(cells), list(zip(*cells.values(), strict=True)), _DROPPABLE)
     requests = records[0]["requests"]
@@ -109,9 +119,13 @@ def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_row
         "Reads are kept pages over all pages; metadata is what the estimate reads beside them "
         "(exact reads every key)."
     )
-    alone = ["One request: no profiles, which are judged on other requests, and no intervals."]
-    for line in (explained, *(alone if requests == 1 else []), *_notes(records)):
-        screen.print(line, highlight=False, markup=False)
+    warning = ""
+    if requests == 1:
+        warning = "One request: no profiles, which are judged on other requests, and no intervals."
+    elif requests < FEW_REQUESTS:
+        warning = f"Intervals resample requests; {requests} are too few to trust them."
+    for line in filter(None, (explained, warning, *_notes(records))):
+        screen.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _notes(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -137,7 +151,7 @@ def _notes(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def _signed_interval(line: dict[str, Any]) -> str:
     low, high = line["vs_anchor_low"], line["vs_anchor_high"]
-    return "-" if low is None or math.isnan(low) else f"{100 * low:+.1f}%..{100 * high:+.1f}%"
+    return "-" if low is None or math.isnan(low) else f"{100 * low:+.1f}..{100 * high:+.1f}"
 
 
 def _interval(line: dict[str, Any], guarantee: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +25,8 @@ FIGURE_TYPES = (".png", ".svg", ".pdf")
 
 
 def console() -> Console:
-    """Return a console that does not wrap tables when its output goes to a file."""
-    return Console() if sys.stdout.isatty() else Console(width=160)
+    """Return a console; where its output goes to a file, it is as wide as tables need, or as COLUMNS says."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=200)
 
 
 def check_outputs(*paths: Path | None, figure: Path | None = None) -> None:
@@ -80,7 +81,7 @@ def print_table(
     screen.print(drawn)
     if left_out:
         names = ", ".join(" ".join(name.split()) for name in left_out)
-        screen.print(f"A wider screen, --json or --csv shows {names} too.", highlight=False)
+        screen.print(f"Left out, for want of width: {names}. --json and --csv have them.", highlight=False)
 
 
 def _table(
@@ -104,7 +105,11 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def percent(value: float | None, digits: int = 1) -> str:
     """Return a fraction in percent."""
-    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}%"
+    return (
+        "-"
+        if value is None or not math.isfinite(value)
+        else f"{round(100 * value, digits) + 0.0:.{digits}f}%"
+    )
 
 
 def _write(path: Path, text: str) -> None:

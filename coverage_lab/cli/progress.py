@@ -28,7 +28,7 @@ class CollectProgress:
                 console=self._console,
             )
 
-    def begin(self, total: int, done: int) -> None:
+    def begin(self, total: int, done: int, plan: str) -> None:
         self._start, self._total, self._before, self._done, self._steps = (
             time.perf_counter(),
             total,
@@ -36,6 +36,8 @@ class CollectProgress:
             done,
             0,
         )
+        if not self._quiet:
+            self._console.print(plan, highlight=False, soft_wrap=True)
         if done and not self._quiet:
             self._console.print(f"{done} of {total} requests were done before; going on", highlight=False)
         self._loading.stop()
@@ -47,7 +49,7 @@ class CollectProgress:
         self._done += 1
         self._steps += request["steps"]
         elapsed = time.perf_counter() - self._start
-        rate = f"{self._steps / elapsed:.1f} steps/s"
+        rate = f"{self._steps / elapsed:.1f} steps/s, prefill included"
         if self._bar:
             self._bar.update(self._task, completed=self._done, rate=rate)
             if request["error"]:

@@ -35,13 +35,19 @@ def variation(
                 line["quantity"],
                 output.number(line["value"], 2),
                 f"{output.number(line['ci_low'], 2)}..{output.number(line['ci_high'], 2)}",
-                line["paper"],
+                line["paper"] or "-",
             ]
             for line in found.to_dicts()
         ]
         columns = ["quantity", "ours", "95% interval", "paper,\nLlama-3.1-8B"]
         output.print_table(screen, f"Pages of {title}", columns, rows)
         if not quiet:
+            screen.print(
+                f"C*({gamma:g}) is the fewest pages that hold {gamma:.3g} of a row's attention mass. "
+                "Rows count alike, whatever their context.",
+                highlight=False,
+                soft_wrap=True,
+            )
             by_layer = needs.group_by("layer").mean().sort("fraction", descending=True)
             layers = [int(layer) for layer in by_layer["layer"]]
             fractions = [float(fraction) for fraction in by_layer["fraction"]]

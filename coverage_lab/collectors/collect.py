@@ -121,6 +121,8 @@ class CollectOptions:
                 raise CoverageLabError(
                     f"--tensor-steps {step:g} is no step; there are steps 0 to {self.steps - 1}"
                 )
+        if self.record != "tensors" and set(self.tensor_steps) != {0}:
+            raise CoverageLabError("--tensor-steps is for --record tensors; leave it out")
         for name, value, known in (
             ("decode", self.decode, ("greedy", "forced")),
             ("record", self.record, RECORDS),
@@ -145,8 +147,8 @@ class CollectOptions:
 class Reporter(Protocol):
     """Told how a run goes."""
 
-    def begin(self, total: int, done: int) -> None:
-        """`done` of `total` requests were finished by an earlier run."""
+    def begin(self, total: int, done: int, plan: str) -> None:
+        """`done` of `total` requests were finished by an earlier run; `plan` says what they are."""
 
     def request(self, request: dict[str, Any], seconds: float) -> None:
         """A request was finished; `request` is its line of the requests table."""
@@ -169,6 +171,8 @@ class CollectSummary:
         Of the whole trace.
     seconds : float
         Of this run.
+    complete_before : bool
+        Whether there was nothing to do.
     """
 
     output: Path
@@ -179,6 +183,7 @@ class CollectSummary:
     steps: int
     bytes: int
     seconds: float
+    complete_before: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,10 +227,11 @@ def collect(
     requests = _prepare(options, dataset, loaded)
     run = _run(options, described, loaded)
     with TraceWriter(options.output, run) as writer:
-        if not writer.finished:
+        complete = writer.finished
+        if not complete:
             _record(options, loaded, requests, writer, reporter)
             writer.finish([request.id for request in requests], _facts(options, loaded))
-    return _summary(options.output, time.perf_counter() - start)
+    return _summary(options.output, time.perf_counter() - start, complete)
 
 
 def _check_windows(loaded: LoadedModel, page_size: int) -> None:
@@ -330,7 +336,7 @@ def _record(
 ) -> None:
     done = {request.id for request in requests if writer.done(request.id)}
     if reporter:
-        reporter.begin(len(requests), len(done))
+        reporter.begin(len(requests), len(done), _plan(options, requests))
     stop_ids = frozenset() if options.ignore_eos else _stop_ids(loaded)
     for batch in _batches(requests, options.batch_size):
         # A batch is decoded whole even when some of it is done, so that a resumed run computes the same.
@@ -342,6 +348,16 @@ def _record(
             writer.write(line, rows, tensors)
             if reporter and request.id not in done:
                 reporter.request(line, (time.perf_counter() - start) / len(batch))
+
+
+def _plan(options: CollectOptions, requests: Sequence[_Request]) -> str:
+    lengths = [len(request.prompt.ids) for request in requests]
+    chat = sum(request.prompt.chat for request in requests)
+    template = {0: "no chat template", len(requests): "in the model's chat template"}
+    return (
+        f"{len(requests):,} prompts of {min(lengths):,} to {max(lengths):,} tokens "
+        f"({template.get(chat, f'{chat} in the chat template')}), up to {options.steps} steps each"
+    )
 
 
 def _batches(requests: Sequence[_Request], size: int) -> Iterator[Sequence[_Request]]:
@@ -456,7 +472,7 @@ def _request_line(options: CollectOptions, request: _Request, result: Decoded) -
     }
 
 
-def _summary(output: Path, seconds: float) -> CollectSummary:
+def _summary(output: Path, seconds: float, complete_before: bool) -> CollectSummary:
     from coverage_lab.trace import Trace
 
     trace = Trace(output)
@@ -471,4 +487,5 @@ def _summary(output: Path, seconds: float) -> CollectSummary:
         steps=int(table["steps"].sum()),
         bytes=sum(file["bytes"] for file in trace.manifest["files"]),
         seconds=seconds,
+        complete_before=complete_before,
     )

@@ -46,7 +46,7 @@ class Row:
 
     def _checked(self, field: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise self.fault(f"field {field!r} holds {type(value).__name__} where text is expected")
+            raise self.fault(f"field {field!r} holds {json_type(value)} where text is expected")
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -85,8 +85,22 @@ def json_rows(lines: Iterable[bytes], name: str) -> Iterator[Row]:
         except (ValueError, RecursionError):  # a number of too many digits, brackets too deep
             raise CoverageLabError(f"{where}: not valid JSON") from None
         if not isinstance(fields, dict):
-            raise CoverageLabError(f"{where}: {type(fields).__name__} where an object is expected")
+            hint = "; one JSON object a line" if isinstance(fields, list) else ""
+            raise CoverageLabError(f"{where}: {json_type(fields)} where an object is expected{hint}")
         yield Row(where, fields)
+
+
+def json_type(value: Any) -> str:
+    """Return what JSON calls the type of a value."""
+    names = {
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        str: "text",
+        list: "an array",
+        dict: "an object",
+    }
+    return names.get(type(value), "null")
 
 
 def read_text(path: Path) -> str:

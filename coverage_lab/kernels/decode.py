@@ -16,7 +16,7 @@ Kind = Literal["mvar", "mean", "quest"]
 
 # Pages a block of Attend reads at least, and pages that a block of Estimate covers.
 LEAST_PAGES = 4
-ESTIMATE_PAGES = 64
+ESTIMATE_PAGES = 128
 # Two blocks of Attend fit on a multiprocessor with their pipelines.
 BLOCKS_PER_MULTIPROCESSOR = 2
 MOST_ROWS = 4096
@@ -200,7 +200,7 @@ class DecodePath:
         cache = self.cache
         table = cache.lengths if cache.table is None else cache.table
         parts = -(-cache.max_pages // ESTIMATE_PAGES)
-        estimate_kernel[(cache.rows, parts + 1)](
+        estimate_kernel[(cache.rows, parts + 2)](
             query,
             cache.key,
             cache.lengths,
@@ -252,10 +252,11 @@ class DecodePath:
             GROUP=self._attend.group,
             PAGE=cache.page_size,
             WIDTH=width,
-            THRESHOLDS=8 if width <= 512 else 4 if width <= 2048 else 2,
+            HEADS_TILE=min(power_of_two(self._attend.group), max(1, 16_384 // width)),
+            THRESHOLDS=8 if width <= 256 else 4 if width <= 4096 else 2,
             BY_COUNT=self.by_count,
             HAS_TABLE=cache.table is not None,
-            num_warps=4 if width <= 256 else 8 if width <= 4096 else 16,
+            num_warps=4 if width <= 2048 else 16,
         )
         return self.lists
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,12 +22,12 @@ class GroupCounts:
     ----------
     histogram : ndarray
         `[layers, KV heads, pages + 1]`: rows by page count.
-    fitted_on : str
+    fitted_on : dict
         Where the counts come from.
     """
 
     histogram: np.ndarray
-    fitted_on: str
+    fitted_on: dict[str, Any]
 
     def mean(self, by: Literal["layer", "kv_head"]) -> Profile:
         """Return the mean count of every group (paper, 5.5.2)."""
@@ -54,7 +54,7 @@ class GroupCounts:
 
     def _profile(self, by: Literal["layer", "kv_head"], counts: np.ndarray) -> Profile:
         layers = tuple(tuple(float(c) for c in layer if np.isfinite(c)) for layer in counts)
-        return Profile(by, layers, {"from": self.fitted_on})
+        return Profile(by, layers, self.fitted_on)
 
 
 def group_counts(
@@ -90,9 +90,13 @@ def group_counts(
     for request, layer, kv_head, kept in policy_counts(trace, list(policies), covering, progress):
         for column, policy in enumerate(policies):
             np.add.at(counts[policy][request % folds], (layer, kv_head, kept[:, column]), 1)
+    held = {"model": trace.manifest["run"]["model"]["model"], "page_size": trace.page_size}
     what = "kept by" if covering is None else f"needed for {covering:g} in the order of"
     return {
-        policy: [GroupCounts(part, f"pages {what} {policy} on {trace.path.name}") for part in parts]
+        policy: [
+            GroupCounts(part, held | {"from": f"pages {what} {policy} on {trace.path.name}"})
+            for part in parts
+        ]
         for policy, parts in counts.items()
     }
 

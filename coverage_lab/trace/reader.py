@@ -230,7 +230,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if (path / schema.RUN).exists():
             done = len(list((path / schema.JOURNAL).glob("*.json")))
             raise CoverageLabError(
-                f"the trace {path} is unfinished ({done} requests are done); "
+                f"the trace {path} is unfinished (requests done: {done}); "
                 "run the collect command it was begun with again"
             ) from None
         what = f"it has no {schema.MANIFEST}"

@@ -143,8 +143,8 @@ class TestData:
         ("line", "fault"),
         [
             ('{"prompt": "half', "not valid JSON (Invalid control character at, column 17)"),
-            ('["prompt"]', "list where an object is expected"),
-            ('{"prompt": 7}', "field 'prompt' holds int where text is expected"),
+            ('["prompt"]', "an array where an object is expected; one JSON object a line"),
+            ('{"prompt": 7}', "field 'prompt' holds a number where text is expected"),
             ('{"text": "a"}', "no field 'prompt', and no 'context' with a 'question'"),
             ('{"prompt": "  "}', "the prompt is empty"),
         ],
@@ -325,7 +325,7 @@ class TestNotANumber:
         class Interrupting:
             """Stops a run once the failed request is written."""
 
-            def begin(self, total: int, done: int) -> None: ...
+            def begin(self, total: int, done: int, plan: str) -> None: ...
 
             def request(self, request: dict[str, Any], seconds: float) -> None:
                 if request["error"]:

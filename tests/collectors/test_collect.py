@@ -345,14 +345,15 @@ class TestCost:
         seen: list[Any] = []
 
         class Reporter:
-            def begin(self, total: int, done: int) -> None:
-                seen.append((total, done))
+            def begin(self, total: int, done: int, plan: str) -> None:
+                seen.append((total, done, plan))
 
             def request(self, request: dict[str, Any], seconds: float) -> None:
                 seen.append(request["request_id"])
 
         summary = collect(options, Reporter(), zoo.loaded("llama"))
-        assert seen == [(3, 0), "rows-00000", "rows-00001", "rows-00002"]
+        plan = f"3 prompts of 21 to 60 tokens (no chat template), up to {STEPS} steps each"
+        assert seen == [(3, 0, plan), "rows-00000", "rows-00001", "rows-00002"]
         trace = Trace(options.output)
         assert summary.requests == {"ok": 3}
         assert (summary.rows, summary.steps) == (len(rows(trace)), 3 * STEPS)

@@ -57,8 +57,8 @@ def write(path: Path, text: str) -> Path:
 BROKEN_ROWS = {
     "json": ('{"context": "half a', "not valid JSON"),
     "deep": ("[" * 100_000, "not valid JSON"),
-    "list": ('["no", "object"]', "list where an object"),
-    "number": ("7", "int where an object"),
+    "list": ('["no", "object"]', "an array where an object"),
+    "number": ("7", "a number where an object"),
 }
 
 
@@ -160,9 +160,9 @@ class TestLongBench:
             (line(input="", answers=[]), "no field 'context'"),
             (line(context="", answers=[]), "no field 'input'"),
             (line(context="", input=""), "no field 'answers'"),
-            (longbench_line(context=5), "'context' holds int"),
-            (longbench_line(input=None), "'input' holds NoneType"),
-            (longbench_line(answers=["a", 1]), "'answers' holds int"),
+            (longbench_line(context=5), "'context' holds a number"),
+            (longbench_line(input=None), "'input' holds null"),
+            (longbench_line(answers=["a", 1]), "'answers' holds a number"),
             (longbench_line().replace("text 0", "\\ud800"), "half a surrogate pair"),
         ],
     )
@@ -338,10 +338,10 @@ class TestJsonLines:
             (line(context="long"), "no field 'question'"),
             (line(prompt=" \n\t"), "prompt is empty"),
             (line(context="", question="  "), "prompt is empty"),
-            (line(prompt=["a"]), "'prompt' holds list"),
-            (line(prompt="p", answer=4), "'answer' holds int"),
-            (line(prompt="p", answers=[None]), "'answers' holds NoneType"),
-            (line(prompt="p", answers={"a": 1}), "'answers' holds dict"),
+            (line(prompt=["a"]), "'prompt' holds an array"),
+            (line(prompt="p", answer=4), "'answer' holds a number"),
+            (line(prompt="p", answers=[None]), "'answers' holds null"),
+            (line(prompt="p", answers={"a": 1}), "'answers' holds an object"),
         ],
     )
     def test_bad_rows_are_named(self, tmp_path: Path, row: str, reason: str):

@@ -204,8 +204,8 @@ def test_a_profile_without_a_file_is_refused_when_it_is_used() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "can't be read"),
-        ("{", "can't be read"),
+        ("", "is no JSON"),
+        ("{", "is no JSON"),
         ("[]", "no coverage-lab profile"),
         ("{}", "no coverage-lab profile"),
         ('{"by": "row", "counts": [[1]]}', "no coverage-lab profile"),
@@ -214,7 +214,7 @@ def test_a_profile_without_a_file_is_refused_when_it_is_used() -> None:
         ('{"by": "layer", "counts": [["a"]]}', "no coverage-lab profile"),
         ('{"by": "layer", "counts": 3}', "no coverage-lab profile"),
         ('{"by": "layer", "counts": [[1]], "fitted_on": "x"}', "no coverage-lab profile"),
-        ("\xff", "can't be read"),
+        ("\xff", "is no JSON"),
     ],
 )
 def test_files_that_are_no_profile(here: Path, content: str, message: str) -> None:

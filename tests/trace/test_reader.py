@@ -139,7 +139,7 @@ class TestFaults:
         with TraceWriter(tmp_path / "trace", RUN) as writer:
             writer.write({"request_id": "a", "status": "ok"}, rows("a"))
         assert complaint(lambda: Trace(tmp_path / "trace")) == (
-            f"the trace {tmp_path}/trace is unfinished (1 requests are done); "
+            f"the trace {tmp_path}/trace is unfinished (requests done: 1); "
             "run the collect command it was begun with again"
         )
 

@@ -37,66 +37,62 @@ def estimate_kernel(
     KIND: tl.constexpr,
 ):
     row = tl.program_id(0)
+    # Parts 0 and 1 read the keys of the sink and of the current page, the others the summaries between them.
     part = tl.program_id(1)
     request = row // kv_heads
     kv_head = row % kv_heads
     length = tl.load(lengths + request)
-    pages = tl.cdiv(length, PAGE)
-    # The last part reads the keys of the sink and of the current page.
-    exact = part == tl.num_programs(1) - 1
-    if (length == 0) | ((part * PAGES_TILE >= pages) & (exact == 0)):
+    last = tl.cdiv(length, PAGE) - 1
+    if (last < 0) | ((part == 1) & (last == 0)) | ((part - 2) * PAGES_TILE >= last):
         return
     head = tl.arange(0, GROUP_TILE)
     channel = tl.arange(0, DIM_TILE)
     inside = channel < DIM
+    heads = head < GROUP
     q = tl.load(
         query
         + request.to(tl.int64) * query_batch
         + (kv_head * GROUP + head)[:, None] * query_head
         + channel[None, :],
-        mask=(head < GROUP)[:, None] & inside[None, :],
+        mask=heads[:, None] & inside[None, :],
         other=0.0,
     )
     masses = log_mass + row.to(tl.int64) * mass_row + head[:, None] * mass_head
     mapped = table + request.to(tl.int64) * table_row
-    if exact:
+    if part < 2:
         token = tl.arange(0, PAGE)
-        one = 0
-        while one < pages:
-            held = tl.load(mapped + one) if HAS_TABLE else one
-            here = one * PAGE + token < length
-            keys = tl.load(
-                key
-                + request.to(tl.int64) * key_batch
-                + held.to(tl.int64) * key_page
-                + kv_head.to(tl.int64) * key_head
-                + token[:, None] * key_token
-                + channel[None, :],
-                mask=here[:, None] & inside[None, :],
-                other=0.0,
-            )
-            logits = tl.dot(q, tl.trans(keys)) * scale
-            logits = tl.where(here[None, :], logits, float("-inf"))
-            top = tl.max(logits, 1)
-            log_sum = top + tl.log(tl.sum(tl.exp(logits - top[:, None]), 1))
-            tl.store(masses + one, log_sum[:, None], mask=(head < GROUP)[:, None])
-            if (one + 1) * PAGE == length:
-                # The step has filled its page: from the next one on a summary stands for it.
-                low, high = page_summary(keys.to(tl.float32), KIND)
-                filled = held.to(tl.int64) if HAS_TABLE else request.to(tl.int64) * max_pages + one
-                to = summary + (filled * kv_heads + kv_head) * (2 * DIM) + channel
-                tl.store(to, low.to(summary.dtype.element_ty), mask=inside)
-                tl.store(to + DIM, high.to(summary.dtype.element_ty), mask=inside)
-            one = tl.where(one == pages - 1, pages, pages - 1)
+        exact = part * last
+        held = tl.load(mapped + exact) if HAS_TABLE else exact
+        here = exact * PAGE + token < length
+        keys = tl.load(
+            key
+            + request.to(tl.int64) * key_batch
+            + held.to(tl.int64) * key_page
+            + kv_head.to(tl.int64) * key_head
+            + token[:, None] * key_token
+            + channel[None, :],
+            mask=here[:, None] & inside[None, :],
+            other=0.0,
+        )
+        logits = tl.where(here[None, :], tl.dot(q, tl.trans(keys)) * scale, float("-inf"))
+        top = tl.max(logits, 1)
+        log_sum = top + tl.log(tl.sum(tl.exp(logits - top[:, None]), 1))
+        tl.store(masses + exact, log_sum[:, None], mask=heads[:, None])
+        if (exact + 1) * PAGE == length:
+            # The step has filled its page: from the next one on a summary stands for it.
+            low, high = page_summary(keys.to(tl.float32), KIND)
+            filled = held.to(tl.int64) if HAS_TABLE else request.to(tl.int64) * max_pages + exact
+            to = summary + (filled * kv_heads + kv_head) * (2 * DIM) + channel
+            tl.store(to, low.to(summary.dtype.element_ty), mask=inside)
+            tl.store(to + DIM, high.to(summary.dtype.element_ty), mask=inside)
     else:
-        page = part * PAGES_TILE + tl.arange(0, PAGES_TILE)
-        known = (page > 0) & (page < pages - 1)
+        page = (part - 2) * PAGES_TILE + tl.arange(0, PAGES_TILE)
+        known = (page > 0) & (page < last)
         if HAS_TABLE:
             place = tl.load(mapped + page, mask=known, other=0).to(tl.int64)
         else:
             place = request.to(tl.int64) * max_pages + page
-        at = summary + (place * kv_heads + kv_head) * (2 * DIM)
-        tile = at[:, None] + channel[None, :]
+        tile = summary + ((place * kv_heads + kv_head) * (2 * DIM))[:, None] + channel[None, :]
         wanted = known[:, None] & inside[None, :]
         first = tl.load(tile, mask=wanted, other=0.0)
         if KIND == "mean":
@@ -104,12 +100,15 @@ def estimate_kernel(
         elif KIND == "mvar":
             second = tl.load(tile + DIM, mask=wanted, other=0.0)
             scaled = q.to(tl.float32) * scale
-            spread = tl.dot(0.5 * scaled * scaled, tl.trans(second.to(tl.float32)), input_precision="tf32")
+            # The factor of the variance as a sum of two numbers of the cache's dtype: 16 bits of it.
+            factor = 0.5 * scaled * scaled
+            coarse = factor.to(q.dtype)
+            fine = (factor - coarse.to(tl.float32)).to(q.dtype)
+            spread = tl.dot(fine, tl.trans(second), tl.dot(coarse, tl.trans(second)))
             mass = tl.dot(q, tl.trans(first)) * scale + spread
         else:
             second = tl.load(tile + DIM, mask=wanted, other=0.0)
             zero = tl.zeros_like(q)
             bound = tl.dot(tl.where(q > 0, q, zero), tl.trans(second))
-            mass = (bound + tl.dot(tl.where(q < 0, q, zero), tl.trans(first))) * scale
-        mask = (head < GROUP)[:, None] & known[None, :]
-        tl.store(masses + page[None, :], mass + LOG_PAGE, mask=mask)
+            mass = tl.dot(tl.where(q < 0, q, zero), tl.trans(first), bound) * scale
+        tl.store(masses + page[None, :], mass + LOG_PAGE, mask=heads[:, None] & known[None, :])

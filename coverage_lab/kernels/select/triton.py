@@ -9,6 +9,11 @@ import triton.language as tl
 
 
 @triton.jit
+def add_pairs(one, other, more, another):
+    return one + more, other + another
+
+
+@triton.jit
 def select_kernel(
     log_mass,
     lengths,
@@ -26,6 +31,7 @@ def select_kernel(
     GROUP: tl.constexpr,
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
+    HEADS_TILE: tl.constexpr,
     THRESHOLDS: tl.constexpr,
     BY_COUNT: tl.constexpr,
     HAS_TABLE: tl.constexpr,
@@ -37,12 +43,16 @@ def select_kernel(
     place = tl.arange(0, WIDTH)
     valid = place < n_pages
     share = tl.zeros([WIDTH], tl.float32)
-    for head in tl.static_range(GROUP):
+    for start in tl.static_range(0, GROUP, HEADS_TILE):
+        head = start + tl.arange(0, HEADS_TILE)
         mass = tl.load(
-            log_mass + row.to(tl.int64) * mass_row + head * mass_head + place, mask=valid, other=float("-inf")
+            log_mass + row.to(tl.int64) * mass_row + head[:, None] * mass_head + place[None, :],
+            mask=(head < GROUP)[:, None] & valid[None, :],
+            other=float("-inf"),
         )
-        weight = tl.exp(mass - tl.max(mass, 0))
-        share += weight / tl.sum(weight, 0)
+        weight = tl.exp(mass - tl.maximum(tl.max(mass, 1), -1e30)[:, None])
+        total = tl.maximum(tl.sum(weight, 1), 1e-30)
+        share += tl.sum(weight / total[:, None], 0)
     units = share * (1073741824.0 / GROUP)
     # Round half to even; from 2**23 on a float32 is whole.
     units = tl.where(units < 8388608.0, (units + 8388608.0) - 8388608.0, units)
@@ -58,20 +68,28 @@ def select_kernel(
         target = tl.ceil(total * asked).to(tl.int32) - tl.sum(tl.where(forced, units, 0), 0)
 
     # At `low` and above lies what is asked for, at `high` and above less than that.
-    low = 0
-    high = tl.maximum(tl.max(others, 0), 0) + 1
     at_low = n_pages - n_forced
     at_high = 0
     got_high = 0
+    if BY_COUNT:
+        low = 0
+    else:
+        # What may be left out, over the pages: were all that lie below this left out, it would still do.
+        spare = tl.sum(tl.maximum(others, 0), 0) - target
+        low = tl.maximum(spare, 0) // tl.maximum(at_low, 1)
+    high = tl.maximum(tl.max(others, 0), 0) + 1
+    low = tl.minimum(low, high - 1)
     step = tl.arange(0, THRESHOLDS)
     while (high - low > 1) & (at_low - at_high > 1):
-        tried = low + ((high - low).to(tl.int64) * step // THRESHOLDS).to(tl.int32)
+        # Shares spread over orders of magnitude: thresholds do too, until the bounds are close.
+        even = low + ((high - low).to(tl.int64) * step // THRESHOLDS).to(tl.int32)
+        ratio = tl.log2(high.to(tl.float32) / (low + 1).to(tl.float32)) / THRESHOLDS
+        spread = ((low + 1).to(tl.float32) * tl.exp2(ratio * step.to(tl.float32))).to(tl.int32)
+        tried = tl.where((step > 0) & (high // 4 > low), tl.minimum(tl.maximum(spread, low), high - 1), even)
         above = others[None, :] >= tried[:, None]
-        number = tl.sum(above.to(tl.int32), 1)
+        number, got = tl.reduce((above.to(tl.int32), tl.where(above, others[None, :], 0)), 1, add_pairs)
         if BY_COUNT:
             got = number
-        else:
-            got = tl.sum(tl.where(above, others[None, :], 0), 1)
         last = tl.maximum(tl.sum((got >= target).to(tl.int32), 0), 1) - 1
         is_last = step == last
         is_next = step == last + 1

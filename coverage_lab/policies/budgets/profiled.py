@@ -31,7 +31,7 @@ class Profile:
         Pages for `[layer][KV head]`; one entry a layer where `by` is "layer". Layers that were not
         measured have an empty entry.
     fitted_on : dict
-        Where the counts come from.
+        Where the counts come from; `page_size`, where given, is that of every trace they are used on.
     """
 
     by: Literal["layer", "kv_head"]
@@ -54,10 +54,13 @@ class Profile:
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CoverageLabError(
-                f"no profile {os.fspath(path)!r}; coverage-lab fit-profile makes one"
-            ) from None
-        except (OSError, ValueError) as error:
+            name, way = os.fspath(path), "coverage-lab fit-profile makes one"
+            if name in ("per-layer", "per-kv_head"):
+                way = f"in comparisons it stands for two, each fitted on one half of the requests; {way}"
+            raise CoverageLabError(f"no profile {name!r}; {way}") from None
+        except ValueError:
+            raise CoverageLabError(f"profile {os.fspath(path)!r} is no JSON") from None
+        except OSError as error:
             raise CoverageLabError(f"profile {os.fspath(path)!r} can't be read: {error}") from None
         try:
             by = record["by"]
@@ -124,6 +127,12 @@ class Profiled(Budget):
         """`[rows]` float64, NaN where nothing was measured."""
         if self.table is None:
             raise CoverageLabError("profiled: no profile; write profiled:FILE.json")
+        size = self.table.fitted_on.get("page_size", rows.page_size)
+        if size != rows.page_size:
+            raise CoverageLabError(
+                f"profiled: the profile counts pages of {size} tokens, the trace has pages of "
+                f"{rows.page_size}; fit it on a trace with the same --page-size"
+            )
         table = self.table.table.to(rows.layer.device)
         if int(rows.layer.max()) >= table.shape[0] or (
             self.table.by == "kv_head" and int(rows.kv_head.max()) >= table.shape[1]
