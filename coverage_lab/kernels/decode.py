@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from coverage_lab.kernels import step_reference
 from coverage_lab.kernels.attend import reference as attend_reference
 from coverage_lab.kernels.cache import PagedCache, check_kernel, check_query
 from coverage_lab.kernels.lists import PageLists, check_lists, pack
@@ -129,6 +131,7 @@ class DecodePath:
 
     Attributes
     ----------
+    backend : {"triton", "reference"}
     pages, counts : Tensor
         `[B, KV heads, pages]` and `[B, KV heads]` int32: the lists of the latest call.
     reads : Tensor
@@ -160,6 +163,8 @@ class DecodePath:
         self.cache, self.query_heads, self.estimator = cache, query_heads, estimator
         self.by_count = count is not None
         device, rows = cache.key.device, (cache.batch, cache.kv_heads)
+        self.backend = backend(cache.key.device)
+        self._asked = gamma, count
         self._attend = Attend(cache, query_heads, scale)
         self.scale = self._attend.scale
         self._budget = torch.tensor([gamma if count is None else count], dtype=torch.float64, device=device)
@@ -173,6 +178,9 @@ class DecodePath:
 
     def summarize(self) -> None:
         """Write the summaries of all full pages: once, after the prefill."""
+        if self.backend == "reference":
+            step_reference.summarize(self.cache, self.estimator, self._summary)
+            return
         from coverage_lab.kernels.summarize.triton import summarize_kernel
 
         cache = self.cache
@@ -195,6 +203,11 @@ class DecodePath:
 
     def estimate(self, query: Tensor) -> Tensor:
         """Write and return the log masses, `[rows, G, pages]` float32; beyond a row nothing is written."""
+        if self.backend == "reference":
+            found = step_reference.estimate(query, self.cache, self.estimator, self.scale, self._summary)
+            self._log_mass.copy_(found)
+            step_reference.summarize(self.cache, self.estimator, self._summary, filled_only=True)
+            return self._log_mass
         from coverage_lab.kernels.estimate.triton import estimate_kernel
 
         cache = self.cache
@@ -230,6 +243,15 @@ class DecodePath:
 
     def select(self) -> PageLists:
         """Write and return the lists that the budget makes of the latest log masses."""
+        if self.backend == "reference":
+            pages, counts = step_reference.select(self._log_mass, self.cache, *self._asked)
+            self.pages.copy_(pages.view_as(self.pages))
+            packed = pack(self.cache, self.pages, counts.view_as(self.counts))
+            self.counts.copy_(packed.counts)
+            self.lists.entries.copy_(packed.entries)
+            seen = -(-self.cache.lengths.long() // self.cache.page_size).sum() * self.cache.kv_heads
+            self.reads += torch.stack([counts.sum(), seen])
+            return self.lists
         from coverage_lab.kernels.select.triton import select_kernel
 
         cache = self.cache
@@ -265,6 +287,12 @@ class DecodePath:
 
         `query` is `[B, query heads, D]`, not scaled; the keys and values of the step are in the cache.
         """
+        if self.backend == "reference":
+            check_query(self.cache, query)
+            self.estimate(query)
+            self.select()
+            found = attend_reference.attend(query, self.cache, self.pages, self.counts, self.scale)
+            return found if out is None else out.copy_(found)
         check_kernel(self.cache, query)
         self.estimate(query)
         return self._attend(query, self.cache, self.select(), out)
@@ -281,9 +309,16 @@ def attend(
     check_query(cache, query)
     check_lists(cache, pages, counts)
     scale = cache.head_dim**-0.5 if scale is None else scale
-    if query.device.type != "cuda":
+    if backend(query.device) == "reference":
         return attend_reference.attend(query, cache, pages, counts, scale)
     return Attend(cache, query.shape[1], scale)(query, cache, pack(cache, pages, counts))
+
+
+def backend(device: torch.device) -> Literal["triton", "reference"]:
+    """Return what runs on a device: the Triton kernels on a GPU with bf16 or in Triton's interpreter."""
+    if device.type == "cuda":
+        return "triton" if torch.cuda.get_device_capability(device) >= (8, 0) else "reference"
+    return "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "reference"
 
 
 def power_of_two(number: int) -> int:

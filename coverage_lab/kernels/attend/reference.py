@@ -29,6 +29,8 @@ def attend(query: Tensor, cache: PagedCache, lists: Tensor, counts: Tensor, scal
         `[B, query heads, D]`; a row without pages gives zeros.
     """
     group = check_query(cache, query)
+    # Half precision is computed in float32, as the kernel does.
+    wide = torch.promote_types(query.dtype, torch.float32)
     out = torch.zeros_like(query)
     for request in range(cache.batch):
         keys, values = cache.tokens(request)
@@ -39,6 +41,6 @@ def attend(query: Tensor, cache: PagedCache, lists: Tensor, counts: Tensor, scal
             if not len(kept):
                 continue
             heads = slice(head * group, (head + 1) * group)
-            logits = scale * query[request, heads] @ keys[head, kept].T
-            out[request, heads] = logits.softmax(-1) @ values[head, kept]
+            logits = scale * query[request, heads].to(wide) @ keys[head, kept].to(wide).T
+            out[request, heads] = (logits.softmax(-1) @ values[head, kept].to(wide)).to(out.dtype)
     return out

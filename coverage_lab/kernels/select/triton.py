@@ -9,11 +9,6 @@ import triton.language as tl
 
 
 @triton.jit
-def add_pairs(one, other, more, another):
-    return one + more, other + another
-
-
-@triton.jit
 def select_kernel(
     log_mass,
     lengths,
@@ -80,6 +75,7 @@ def select_kernel(
     high = tl.maximum(tl.max(others, 0), 0) + 1
     low = tl.minimum(low, high - 1)
     step = tl.arange(0, THRESHOLDS)
+    counted = others.to(tl.int64) + (1 << 32)
     while (high - low > 1) & (at_low - at_high > 1):
         # Shares spread over orders of magnitude: thresholds do too, until the bounds are close.
         even = low + ((high - low).to(tl.int64) * step // THRESHOLDS).to(tl.int32)
@@ -87,7 +83,10 @@ def select_kernel(
         spread = ((low + 1).to(tl.float32) * tl.exp2(ratio * step.to(tl.float32))).to(tl.int32)
         tried = tl.where((step > 0) & (high // 4 > low), tl.minimum(tl.maximum(spread, low), high - 1), even)
         above = others[None, :] >= tried[:, None]
-        number, got = tl.reduce((above.to(tl.int32), tl.where(above, others[None, :], 0)), 1, add_pairs)
+        # One sum for both: pages in the upper half, their shares in the lower one.
+        both = tl.sum(tl.where(above, counted[None, :], 0), 1)
+        number = (both >> 32).to(tl.int32)
+        got = (both & 0xFFFFFFFF).to(tl.int32)
         if BY_COUNT:
             got = number
         last = tl.maximum(tl.sum((got >= target).to(tl.int32), 0), 1) - 1
