@@ -252,7 +252,8 @@ class TestPath:
     @pytest.mark.parametrize("distinct", [2, 5, 0])
     def test_lists_of_any_masses(self, device: str, spread: float, distinct: int):
         """Flat and peaked masses, with ties by the dozen or none."""
-        case = make(lengths=(16, 130, 700, 1500), group=3, device=device)
+        # Shares that tie over several heads tie only up to the rounding of each device.
+        case = make(lengths=(16, 130, 700, 1500), group=1 if distinct else 3, device=device)
         generator = torch.Generator().manual_seed(int(10 * spread) + distinct)
         for budget in ({"gamma": 0.5}, {"gamma": 0.95}, {"gamma": 0.9999}, {"count": 7}):
             path = DecodePath(case.cache, case.query.shape[1], **budget)
