@@ -560,3 +560,8 @@ def test_a_budget_with_a_ranking_of_its_own(trace: Trace) -> None:
         assert (alone[:, 1] < alone[:, 0]).all()
         assert (alone[:, 3] < alone[:, 2]).all()
         assert (alone[:, 1] > alone[:, 3]).all()  # the exact shares know best what is least
+
+
+def test_a_budget_that_counts_nothing_is_refused_where_it_is_written() -> None:
+    with pytest.raises(TypeError, match="Empty gives neither count nor counts"):
+        type("Empty", (Budget,), {})

@@ -19,10 +19,11 @@ TITLES = {
     "given": "Policies as given",
 }
 NONE = "none"
+# What is drawn along the axis, its label, and what has a line of its own.
 _AXES = {
-    "same_guarantee": ("tokens_over_oracle", "tokens read, relative to the oracle set"),
-    "same_reads": ("rows_below_target", "rows below the target coverage"),
-    "given": ("rows_below_target", "rows below the target coverage"),
+    "same_guarantee": ("tokens_over_oracle", "tokens read, relative to the oracle set", "budget"),
+    "same_reads": ("rows_below_target", "rows below the target coverage", "budget"),
+    "given": ("rows_below_target", "rows below the target coverage", "policy"),
 }
 
 
@@ -63,8 +64,7 @@ def plot(table: pl.DataFrame, ax: Axes | None = None, lines: Sequence[str] | Non
 
     ax = ax or plt.gca()
     kind = table["table"][0]
-    column, label = _AXES[kind]
-    line = "policy" if kind == "given" else "budget"
+    column, label, line = _AXES[kind]
     lines = _best_first(table) if lines is None else list(lines)
     estimators = sorted(set(table["estimator"]) - {NONE}, key=lambda name: (name != "exact", name))
     colours = dict(zip(estimators, seaborn.color_palette("colorblind", len(estimators)), strict=True))
@@ -109,6 +109,5 @@ def figure(table: pl.DataFrame) -> Figure:
 
 
 def _best_first(table: pl.DataFrame) -> list[str]:
-    column, _ = _AXES[table["table"][0]]
-    line = "policy" if table["table"][0] == "given" else "budget"
+    column, _, line = _AXES[table["table"][0]]
     return table.group_by(line).agg(pl.col(column).min()).sort(column, line)[line].to_list()

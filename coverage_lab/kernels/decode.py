@@ -12,7 +12,7 @@ from torch import Tensor
 from coverage_lab.kernels import step_reference
 from coverage_lab.kernels.attend import reference as attend_reference
 from coverage_lab.kernels.cache import PagedCache, check_kernel, check_query
-from coverage_lab.kernels.lists import PageLists, check_lists, pack
+from coverage_lab.kernels.lists import MOST_PAGES, PageLists, check_lists, pack
 
 Kind = Literal["mvar", "mean", "quest"]
 
@@ -47,7 +47,12 @@ class Attend:
             raise ValueError(
                 f"lengths: {cache.rows} rows (requests x KV heads); at most {MOST_ROWS} are possible"
             )
+        if cache.physical_pages > MOST_PAGES:
+            raise ValueError(f"key: {cache.physical_pages} pages; at most {MOST_PAGES} can be addressed")
+        if query_heads < 1 or query_heads % cache.kv_heads:
+            raise ValueError(f"query_heads: {query_heads} is no multiple of {cache.kv_heads} KV heads")
         self.scale = cache.head_dim**-0.5 if scale is None else scale
+        self.rows = cache.rows
         self.group = query_heads // cache.kv_heads
         if blocks is None:
             blocks = 8
@@ -68,7 +73,17 @@ class Attend:
         from coverage_lab.kernels.merge.triton import merge_kernel
 
         group = check_kernel(cache, query)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+        if (cache.rows, group, cache.head_dim) != (self.rows, self.group, self._parts.shape[2]):
+            raise ValueError(
+                f"cache: {cache.rows} rows of {group} heads of {cache.head_dim}; the workspace is for "
+                f"{self.rows} of {self.group} of {self._parts.shape[2]}"
+            )
+        if out is None:
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        elif (out.shape, out.dtype, out.device) != (query.shape, query.dtype, query.device):
+            raise ValueError(f"out: {tuple(out.shape)} {out.dtype} on {out.device} is not like the query")
+        elif not out.is_contiguous():
+            raise ValueError("out: must be contiguous")
         sizes = {"GROUP": group, "DIM": cache.head_dim, "DIM_TILE": power_of_two(cache.head_dim)}
         attend_kernel[(self.blocks,)](
             query,
@@ -161,10 +176,11 @@ class DecodePath:
                 f"lengths: up to {cache.max_pages} pages; at most {MOST_WIDTH} a row are possible"
             )
         self.cache, self.query_heads, self.estimator = cache, query_heads, estimator
-        self.by_count = count is not None
+        # Without a table the kernels take any pointer in its place.
+        self._table = cache.lengths if cache.table is None else cache.table
+        self.gamma, self.count = gamma, count
         device, rows = cache.key.device, (cache.batch, cache.kv_heads)
         self.backend = backend(cache.key.device)
-        self._asked = gamma, count
         self._attend = Attend(cache, query_heads, scale)
         self.scale = self._attend.scale
         self._budget = torch.tensor([gamma if count is None else count], dtype=torch.float64, device=device)
@@ -184,14 +200,13 @@ class DecodePath:
         from coverage_lab.kernels.summarize.triton import summarize_kernel
 
         cache = self.cache
-        table = cache.lengths if cache.table is None else cache.table
         summarize_kernel[(cache.rows, cache.max_pages)](
             cache.key,
             cache.lengths,
-            table,
+            self._table,
             self._summary,
             *cache.key_strides,
-            table.stride(0),
+            self._table.stride(0),
             cache.max_pages,
             cache.kv_heads,
             DIM=cache.head_dim,
@@ -203,6 +218,8 @@ class DecodePath:
 
     def estimate(self, query: Tensor) -> Tensor:
         """Write and return the log masses, `[rows, G, pages]` float32; beyond a row nothing is written."""
+        if check_query(self.cache, query) != self._attend.group:
+            raise ValueError(f"query: {query.shape[1]} heads; this path was made for {self.query_heads}")
         if self.backend == "reference":
             found = step_reference.estimate(query, self.cache, self.estimator, self.scale, self._summary)
             self._log_mass.copy_(found)
@@ -211,20 +228,19 @@ class DecodePath:
         from coverage_lab.kernels.estimate.triton import estimate_kernel
 
         cache = self.cache
-        table = cache.lengths if cache.table is None else cache.table
         parts = -(-cache.max_pages // ESTIMATE_PAGES)
         estimate_kernel[(cache.rows, parts + 2)](
             query,
             cache.key,
             cache.lengths,
-            table,
+            self._table,
             self._summary,
             self._log_mass,
             self.scale,
             query.stride(0),
             query.stride(1),
             *cache.key_strides,
-            table.stride(0),
+            self._table.stride(0),
             cache.max_pages,
             cache.kv_heads,
             self._log_mass.stride(0),
@@ -244,7 +260,7 @@ class DecodePath:
     def select(self) -> PageLists:
         """Write and return the lists that the budget makes of the latest log masses."""
         if self.backend == "reference":
-            pages, counts = step_reference.select(self._log_mass, self.cache, *self._asked)
+            pages, counts = step_reference.select(self._log_mass, self.cache, self.gamma, self.count)
             self.pages.copy_(pages.view_as(self.pages))
             packed = pack(self.cache, self.pages, counts.view_as(self.counts))
             self.counts.copy_(packed.counts)
@@ -255,18 +271,17 @@ class DecodePath:
         from coverage_lab.kernels.select.triton import select_kernel
 
         cache = self.cache
-        table = cache.lengths if cache.table is None else cache.table
         width = power_of_two(cache.max_pages)
         select_kernel[(cache.rows,)](
             self._log_mass,
             cache.lengths,
-            table,
+            self._table,
             self._budget,
             self.lists.entries,
             self.pages,
             self.counts,
             self.reads,
-            table.stride(0),
+            self._table.stride(0),
             cache.kv_heads,
             self._log_mass.stride(0),
             self._log_mass.stride(1),
@@ -276,7 +291,7 @@ class DecodePath:
             WIDTH=width,
             HEADS_TILE=min(power_of_two(self._attend.group), max(1, 16_384 // width)),
             THRESHOLDS=8 if width <= 256 else 4 if width <= 4096 else 2,
-            BY_COUNT=self.by_count,
+            BY_COUNT=self.count is not None,
             HAS_TABLE=cache.table is not None,
             num_warps=4 if width <= 2048 else 16,
         )

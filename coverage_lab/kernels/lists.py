@@ -20,7 +20,7 @@ class PageLists:
     Attributes
     ----------
     entries : Tensor
-        `[B, KV heads, width]` int32: physical page times 256, plus its tokens; ahead of the row's count.
+        `[B, KV heads, width]` int32: physical page times 256, plus its tokens; past the row's count anything.
     counts : Tensor
         `[B, KV heads]` int32, at least 1: a row without pages has one entry without tokens.
     """
@@ -63,7 +63,3 @@ def check_lists(cache: PagedCache, pages: Tensor, counts: Tensor) -> None:
             raise ValueError(f"{name}: must hold integers, not {tensor.dtype}")
         if tensor.device != cache.key.device:
             raise ValueError(f"{name}: lies on {tensor.device}, the keys on {cache.key.device}")
-    if cache.physical_pages > MOST_PAGES:
-        raise ValueError(
-            f"key: a pool of {cache.physical_pages} pages; at most {MOST_PAGES} can be addressed"
-        )

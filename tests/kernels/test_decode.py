@@ -13,6 +13,7 @@ from coverage_lab.kernels.cache import PagedCache
 from coverage_lab.kernels.decode import Attend, DecodePath, attend
 from coverage_lab.kernels.estimate import reference as estimate_reference
 from coverage_lab.kernels.lists import pack
+from coverage_lab.kernels.merge import reference as merge_reference
 from coverage_lab.kernels.select.reference import coverage_counts, rank
 from coverage_lab.kernels.summarize import reference as summarize_reference
 from coverage_lab.pages import Rows
@@ -154,6 +155,21 @@ class TestAttend:
         case = make(lengths=(200, 1, 17, 90), device=device)
         lists = random_lists(case)
         close(attend_once(case, *lists, blocks=blocks), expected(case, *lists))
+
+    def test_partial_results_merge_as_the_reference_does(self, device: str):
+        """One row over many blocks: what they wrote, merged in plain torch."""
+        case = make(lengths=(700,), kv_heads=1, group=2, device=device)
+        pages = torch.arange(44, dtype=torch.int32, device=device).view(1, 1, -1)
+        counts = torch.full((1, 1), 44, dtype=torch.int32, device=device)
+        run = Attend(case.cache, 2, blocks=5)
+        found = run(case.query, case.cache, pack(case.cache, pages, counts))
+        # The first block holds the row's beginning, so its place is the second; the others have their first.
+        places = [1, 2, 4, 6, 8]
+        parts = run._parts[places].transpose(0, 1).cpu()
+        log_sums = run._log_sums[places].T.cpu() * math.log(2)
+        merged = merge_reference.merge(parts.double(), log_sums.double())
+        close(found[0], merged)
+        close(found, expected(case, pages.cpu(), counts.cpu()))
 
     def test_rows_without_tokens_give_zeros(self, device: str):
         case = make(lengths=(0, 40, 0, 33), device=device)
@@ -389,6 +405,24 @@ class TestBadInput:
         ):
             with pytest.raises(ValueError, match=f"^{name}: "):
                 attend(arguments[0], case.cache, *arguments[1:])
+
+    def test_a_workspace_is_for_one_shape(self):
+        case = make()
+        lists = pack(case.cache, *random_lists(case))
+        run = Attend(case.cache, case.query.shape[1])
+        for name, arguments in (
+            ("cache", (make(lengths=(5, 9)).query, make(lengths=(5, 9)).cache, lists)),
+            ("cache", (case.query[:, :2].contiguous(), case.cache, lists)),
+            ("out", (case.query, case.cache, lists, torch.empty_like(case.query).float())),
+            ("out", (case.query, case.cache, lists, torch.empty_like(case.query)[:2])),
+            ("out", (case.query, case.cache, lists, torch.empty_like(case.query).mT.contiguous().mT)),
+        ):
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                run(*arguments)
+        with pytest.raises(ValueError, match=r"^query: "):
+            DecodePath(case.cache, case.query.shape[1], gamma=0.9)(case.query[:, :2].contiguous())
+        with pytest.raises(ValueError, match=r"^query_heads: "):
+            Attend(case.cache, 7)
 
     def test_the_reference_takes_any_dtype(self):
         case = make()

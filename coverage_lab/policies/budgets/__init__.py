@@ -40,6 +40,12 @@ class Budget:
     primary: ClassVar[str]
     reads_shares: ClassVar[bool] = True
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # Each is made of the other; a class with neither would call itself for ever.
+        if cls.count is Budget.count and cls.counts.__func__ is Budget.counts.__func__:  # type: ignore[attr-defined]
+            raise TypeError(f"{cls.__name__} gives neither count nor counts")
+
     def requested(self) -> float | None:
         """Return the number that was asked for, in the budget's own unit."""
         value: float | None = getattr(self, self.primary)
@@ -64,8 +70,6 @@ class Budget:
         """Return `[rows, len(budgets)]`: `count` of many budgets of this class over one ranking."""
         import torch
 
-        if cls.count is Budget.count:
-            raise NotImplementedError(f"{cls.__name__} has neither count nor counts")
         return torch.stack([budget.count(ranking) for budget in budgets], 1)
 
     def select(self, shares: Tensor, rows: Rows) -> Tensor:
