@@ -16,9 +16,11 @@ from coverage_lab.kernels.lists import MOST_PAGES, PageLists, check_lists, pack
 
 Kind = Literal["mvar", "mean", "quest"]
 
-# Pages a block of Attend reads at least, and pages that a block of Estimate covers.
+# Pages a block of Attend reads at least.
 LEAST_PAGES = 4
-ESTIMATE_PAGES = 128
+# Pages whose summaries a block of Estimate reads at once.
+ESTIMATE_PAGES = 32
+ESTIMATE_STAGES = 3
 # Two blocks of Attend fit on a multiprocessor with their pipelines.
 BLOCKS_PER_MULTIPROCESSOR = 2
 MOST_ROWS = 4096
@@ -149,8 +151,6 @@ class DecodePath:
     backend : {"triton", "reference"}
     pages, counts : Tensor
         `[B, KV heads, pages]` and `[B, KV heads]` int32: the lists of the latest call.
-    reads : Tensor
-        `[2]` int64 on the device: pages kept and pages seen, summed over all calls and rows.
     """
 
     def __init__(
@@ -183,6 +183,8 @@ class DecodePath:
         self.backend = backend(cache.key.device)
         self._attend = Attend(cache, query_heads, scale)
         self.scale = self._attend.scale
+        # Three blocks of Estimate fit on a multiprocessor, where two of Attend do.
+        self._estimate_blocks = 3 * self._attend.blocks // 2
         self._budget = torch.tensor([gamma if count is None else count], dtype=torch.float64, device=device)
         shape = cache.physical_pages, cache.kv_heads, 2, cache.head_dim
         self._summary = torch.empty(shape, dtype=cache.key.dtype, device=device)
@@ -190,7 +192,12 @@ class DecodePath:
         self.pages = torch.empty(*rows, cache.max_pages, dtype=torch.int32, device=device)
         self.counts = torch.empty(rows, dtype=torch.int32, device=device)
         self.lists = PageLists(torch.empty_like(self.pages), self.counts)
-        self.reads = torch.zeros(2, dtype=torch.int64, device=device)
+        self._reads = torch.zeros(cache.rows, 2, dtype=torch.int64, device=device)
+
+    @property
+    def reads(self) -> Tensor:
+        """Pages kept and pages seen, `[2]` int64 on the device, summed over all calls and rows."""
+        return self._reads.sum(0)
 
     def summarize(self) -> None:
         """Write the summaries of all full pages: once, after the prefill."""
@@ -228,7 +235,8 @@ class DecodePath:
         from coverage_lab.kernels.estimate.triton import estimate_kernel
 
         cache = self.cache
-        parts = -(-cache.max_pages // ESTIMATE_PAGES)
+        tiles = -(-cache.max_pages // ESTIMATE_PAGES)
+        parts = min(tiles, max(1, round(self._estimate_blocks / cache.rows)))
         estimate_kernel[(cache.rows, parts + 2)](
             query,
             cache.key,
@@ -252,6 +260,7 @@ class DecodePath:
             PAGE=cache.page_size,
             LOG_PAGE=math.log(cache.page_size),
             PAGES_TILE=ESTIMATE_PAGES,
+            STAGES=ESTIMATE_STAGES,
             HAS_TABLE=cache.table is not None,
             KIND=self.estimator,
         )
@@ -266,7 +275,7 @@ class DecodePath:
             self.counts.copy_(packed.counts)
             self.lists.entries.copy_(packed.entries)
             seen = -(-self.cache.lengths.long() // self.cache.page_size).sum() * self.cache.kv_heads
-            self.reads += torch.stack([counts.sum(), seen])
+            self._reads[0] += torch.stack([counts.sum(), seen])
             return self.lists
         from coverage_lab.kernels.select.triton import select_kernel
 
@@ -280,7 +289,7 @@ class DecodePath:
             self.lists.entries,
             self.pages,
             self.counts,
-            self.reads,
+            self._reads,
             self._table.stride(0),
             cache.kv_heads,
             self._log_mass.stride(0),

@@ -33,17 +33,21 @@ def estimate_kernel(
     PAGE: tl.constexpr,
     LOG_PAGE: tl.constexpr,
     PAGES_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_TABLE: tl.constexpr,
     KIND: tl.constexpr,
 ):
     row = tl.program_id(0)
-    # Parts 0 and 1 read the keys of the sink and of the current page, the others the summaries between them.
+    # Parts 0 and 1 read the keys of the sink and of the current page; the others share the summaries
+    # between them evenly.
     part = tl.program_id(1)
     request = row // kv_heads
     kv_head = row % kv_heads
     length = tl.load(lengths + request)
     last = tl.cdiv(length, PAGE) - 1
-    if (last < 0) | ((part == 1) & (last == 0)) | ((part - 2) * PAGES_TILE >= last):
+    share = tl.cdiv(tl.cdiv(last, PAGES_TILE), tl.num_programs(1) - 2) * PAGES_TILE
+    begin = tl.maximum(part - 2, 0) * share
+    if (last < 0) | ((part == 1) & (last == 0)) | ((part >= 2) & (begin >= last)):
         return
     head = tl.arange(0, GROUP_TILE)
     channel = tl.arange(0, DIM_TILE)
@@ -86,29 +90,40 @@ def estimate_kernel(
             tl.store(to, low.to(summary.dtype.element_ty), mask=inside)
             tl.store(to + DIM, high.to(summary.dtype.element_ty), mask=inside)
     else:
-        page = (part - 2) * PAGES_TILE + tl.arange(0, PAGES_TILE)
-        known = (page > 0) & (page < last)
-        if HAS_TABLE:
-            place = tl.load(mapped + page, mask=known, other=0).to(tl.int64)
-        else:
-            place = request.to(tl.int64) * max_pages + page
-        tile = summary + ((place * kv_heads + kv_head) * (2 * DIM))[:, None] + channel[None, :]
-        wanted = known[:, None] & inside[None, :]
-        first = tl.load(tile, mask=wanted, other=0.0)
-        if KIND == "mean":
-            mass = tl.dot(q, tl.trans(first)) * scale
-        elif KIND == "mvar":
-            second = tl.load(tile + DIM, mask=wanted, other=0.0)
+        zero = tl.zeros_like(q)
+        if KIND == "mvar":
             scaled = q.to(tl.float32) * scale
             # The factor of the variance as a sum of two numbers of the cache's dtype: 16 bits of it.
             factor = 0.5 * scaled * scaled
             coarse = factor.to(q.dtype)
             fine = (factor - coarse.to(tl.float32)).to(q.dtype)
-            spread = tl.dot(fine, tl.trans(second), tl.dot(coarse, tl.trans(second)))
-            mass = tl.dot(q, tl.trans(first)) * scale + spread
-        else:
-            second = tl.load(tile + DIM, mask=wanted, other=0.0)
-            zero = tl.zeros_like(q)
-            bound = tl.dot(tl.where(q > 0, q, zero), tl.trans(second))
-            mass = tl.dot(tl.where(q < 0, q, zero), tl.trans(first), bound) * scale
-        tl.store(masses + page[None, :], mass + LOG_PAGE, mask=heads[:, None] & known[None, :])
+        elif KIND == "quest":
+            above = tl.where(q > 0, q, zero)
+            below = tl.where(q < 0, q, zero)
+        offset = tl.arange(0, PAGES_TILE)
+        home = begin + offset
+        if HAS_TABLE:
+            home = tl.load(mapped + home, mask=home < last, other=0)
+        for first_page in tl.range(begin, tl.minimum(begin + share, last), PAGES_TILE, num_stages=STAGES):
+            page = first_page + offset
+            known = (page > 0) & (page < last)
+            place = home.to(tl.int64)
+            if HAS_TABLE == 0:
+                place += request.to(tl.int64) * max_pages
+            tile = summary + ((place * kv_heads + kv_head) * (2 * DIM))[:, None] + channel[None, :]
+            wanted = known[:, None] & inside[None, :]
+            first = tl.load(tile, mask=wanted, other=0.0)
+            # Where the next summaries lie is known one iteration ahead, so that they can be fetched early.
+            home = page + PAGES_TILE
+            if HAS_TABLE:
+                home = tl.load(mapped + home, mask=home < last, other=0)
+            if KIND == "mean":
+                mass = tl.dot(q, tl.trans(first)) * scale
+            else:
+                second = tl.load(tile + DIM, mask=wanted, other=0.0)
+                if KIND == "mvar":
+                    spread = tl.dot(fine, tl.trans(second), tl.dot(coarse, tl.trans(second)))
+                    mass = tl.dot(q, tl.trans(first)) * scale + spread
+                else:
+                    mass = tl.dot(below, tl.trans(first), tl.dot(above, tl.trans(second))) * scale
+            tl.store(masses + page[None, :], mass + LOG_PAGE, mask=heads[:, None] & known[None, :])

@@ -34,9 +34,16 @@ def select_kernel(
     row = tl.program_id(0)
     request = row // kv_heads
     length = tl.load(lengths + request)
+    asked = tl.load(budget)
     n_pages = tl.cdiv(length, PAGE)
     place = tl.arange(0, WIDTH)
     valid = place < n_pages
+    # What is needed last is asked for first: it arrives meanwhile.
+    seen = tl.load(reads + 2 * row + tl.arange(0, 2))
+    if HAS_TABLE:
+        held = tl.load(table + request.to(tl.int64) * table_row + place, mask=valid, other=0)
+    else:
+        held = place
     share = tl.zeros([WIDTH], tl.float32)
     for start in tl.static_range(0, GROUP, HEADS_TILE):
         head = start + tl.arange(0, HEADS_TILE)
@@ -53,71 +60,66 @@ def select_kernel(
     units = tl.where(units < 8388608.0, (units + 8388608.0) - 8388608.0, units)
     units = tl.where(valid, units, 0.0).to(tl.int32)
     forced = valid & ((place == 0) | (place == n_pages - 1))
+    n_forced = tl.minimum(n_pages, 2)
     others = tl.where(valid & (forced == 0), units, -1)
-    n_forced = tl.sum(forced.to(tl.int32), 0)
-    asked = tl.load(budget)
+
+    # `got` is what lies at a threshold and above: pages in the fixed-count mode, else their shares.
     if BY_COUNT:
         target = tl.minimum(asked, n_pages.to(tl.float64)).to(tl.int32) - n_forced
-    else:
-        total = tl.sum(units, 0).to(tl.float64)
-        target = tl.ceil(total * asked).to(tl.int32) - tl.sum(tl.where(forced, units, 0), 0)
-
-    # At `low` and above lies what is asked for, at `high` and above less than that.
-    at_low = n_pages - n_forced
-    at_high = 0
-    got_high = 0
-    if BY_COUNT:
+        got_low = n_pages - n_forced
         low = 0
     else:
+        # One sum for both: the shares of all pages below, those of the forced ones above.
+        both = tl.sum(units.to(tl.int64) + (tl.where(forced, units, 0).to(tl.int64) << 32), 0)
+        of_forced = (both >> 32).to(tl.int32)
+        total = (both & 0xFFFFFFFF).to(tl.int32)
+        target = tl.ceil(total.to(tl.float64) * asked).to(tl.int32) - of_forced
+        got_low = total - of_forced
         # What may be left out, over the pages: were all that lie below this left out, it would still do.
-        spare = tl.sum(tl.maximum(others, 0), 0) - target
-        low = tl.maximum(spare, 0) // tl.maximum(at_low, 1)
+        low = tl.maximum(got_low - target, 0) // tl.maximum(n_pages - n_forced, 1)
+    got_high = 0
     high = tl.maximum(tl.max(others, 0), 0) + 1
     low = tl.minimum(low, high - 1)
-    step = tl.arange(0, THRESHOLDS)
-    counted = others.to(tl.int64) + (1 << 32)
-    while (high - low > 1) & (at_low - at_high > 1):
+    part = (1 + tl.arange(0, THRESHOLDS)).to(tl.float32) / (THRESHOLDS + 1)
+    # Two pages between the bounds have twice the lower bound at least.
+    open_ = got_low - got_high > 1 if BY_COUNT else got_low - got_high - low >= low
+    while (high - low > 1) & open_:
         # Shares spread over orders of magnitude: thresholds do too, until the bounds are close.
-        even = low + ((high - low).to(tl.int64) * step // THRESHOLDS).to(tl.int32)
-        ratio = tl.log2(high.to(tl.float32) / (low + 1).to(tl.float32)) / THRESHOLDS
-        spread = ((low + 1).to(tl.float32) * tl.exp2(ratio * step.to(tl.float32))).to(tl.int32)
-        tried = tl.where((step > 0) & (high // 4 > low), tl.minimum(tl.maximum(spread, low), high - 1), even)
+        floor = tl.maximum(low, 1).to(tl.float32)
+        span = (high - low).to(tl.float32)
+        spread = tl.where(
+            high // 4 > low, floor * tl.exp2(tl.log2(high / floor) * part), low.to(tl.float32) + span * part
+        )
+        tried = tl.minimum(tl.maximum(spread.to(tl.int32), low + 1), high - 1)
         above = others[None, :] >= tried[:, None]
-        # One sum for both: pages in the upper half, their shares in the lower one.
-        both = tl.sum(tl.where(above, counted[None, :], 0), 1)
-        number = (both >> 32).to(tl.int32)
-        got = (both & 0xFFFFFFFF).to(tl.int32)
-        if BY_COUNT:
-            got = number
-        last = tl.maximum(tl.sum((got >= target).to(tl.int32), 0), 1) - 1
-        is_last = step == last
-        is_next = step == last + 1
-        if last + 1 < THRESHOLDS:
-            high = tl.sum(tl.where(is_next, tried, 0), 0)
-            at_high = tl.sum(tl.where(is_next, number, 0), 0)
-            got_high = tl.sum(tl.where(is_next, got, 0), 0)
-        low = tl.sum(tl.where(is_last, tried, 0), 0)
-        at_low = tl.sum(tl.where(is_last, number, 0), 0)
-    over = others >= high
+        got = tl.sum(tl.where(above, 1 if BY_COUNT else others[None, :], 0), 1)
+        # A threshold and what it gets, in one integer: the largest that gets enough, the least that does not.
+        pair = (tried.to(tl.int64) << 32) | got.to(tl.int64)
+        enough = got >= target
+        best = tl.max(tl.where(enough, pair, (low.to(tl.int64) << 32) | got_low.to(tl.int64)), 0)
+        next_ = tl.min(tl.where(enough, (high.to(tl.int64) << 32) | got_high.to(tl.int64), pair), 0)
+        low = (best >> 32).to(tl.int32)
+        got_low = (best & 0xFFFFFFFF).to(tl.int32)
+        high = (next_ >> 32).to(tl.int32)
+        got_high = (next_ & 0xFFFFFFFF).to(tl.int32)
+        open_ = got_low - got_high > 1 if BY_COUNT else got_low - got_high - low >= low
     tied = (others >= low) & (others < high)
-    before = tl.cumsum(tied.to(tl.int32), 0) - 1
-    if BY_COUNT == 0:
-        before = before * low
-    keep = forced | over | (tied & (before < target - got_high))
+    before = tl.zeros([WIDTH], tl.int32)
+    if open_:
+        # Several pages of one share: the first ones, as many as it takes.
+        before = tl.cumsum(tied.to(tl.int32), 0) - 1
+        if BY_COUNT == 0:
+            before = before * low
+    keep = forced | (others >= high) | (tied & (before < target - got_high))
     if BY_COUNT == 0:
         keep = tl.where(asked >= 1.0, valid, keep)
-    count = tl.sum(keep.to(tl.int32), 0)
     slot = tl.cumsum(keep.to(tl.int32), 0) - 1
-    if HAS_TABLE:
-        held = tl.load(table + request.to(tl.int64) * table_row + place, mask=keep, other=0)
-    else:
-        held = place
     tokens = tl.minimum(length - place * PAGE, PAGE)
     at = row.to(tl.int64) * list_row + slot
     tl.store(pages + at, place, mask=keep)
     tl.store(entries + at, held * 256 + tokens, mask=keep)
-    # A row without tokens still has an entry, of none.
+    count = tl.sum(keep.to(tl.int32), 0)
+    # A row without tokens has an entry too, of none.
     tl.store(entries + row.to(tl.int64) * list_row, 0, mask=length == 0)
     tl.store(counts + row, tl.maximum(count, 1))
-    tl.atomic_add(reads, count.to(tl.int64))
-    tl.atomic_add(reads + 1, n_pages.to(tl.int64))
+    tl.store(reads + 2 * row + tl.arange(0, 2), seen + tl.where(tl.arange(0, 2) == 0, count, n_pages))
