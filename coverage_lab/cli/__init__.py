@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 
 from coverage_lab import __version__
-from coverage_lab.cli import collect, compare_policies, fit_profile, variation
+from coverage_lab.cli import balance, bench, collect, compare_policies, fit_profile, variation
 from coverage_lab.errors import CoverageLabError
 
 app = typer.Typer(
@@ -36,6 +36,8 @@ app.command("compare-policies", context_settings={"allow_extra_args": True})(
 )
 app.command("variation")(variation.variation)
 app.command("fit-profile")(fit_profile.fit_profile)
+app.command("balance")(balance.balance)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> NoReturn:

@@ -38,14 +38,22 @@ def check_outputs(*paths: Path | None, figure: Path | None = None) -> None:
         raise CoverageLabError(f"--figure {figure} must end in {', '.join(FIGURE_TYPES)}")
 
 
-def write_records(records: Sequence[dict[str, Any]], json_path: Path | None, csv_path: Path | None) -> bool:
-    """Write records where asked; True if they went to standard output, where a table would be in the way."""
+def write_records(
+    records: Sequence[dict[str, Any]],
+    json_path: Path | None,
+    csv_path: Path | None,
+    head: dict[str, Any] | None = None,
+) -> bool:
+    """Write records where asked; True if they went to standard output, where a table would be in the way.
+
+    With a `head`, the JSON is an object of its fields and `records`, else a list.
+    """
     import polars as pl
 
     if json_path is not None:
-        _write(
-            json_path, json.dumps([_finite(record) for record in records], indent=1, allow_nan=False) + "\n"
-        )
+        finite = [_finite(record) for record in records]
+        document = finite if head is None else {**head, "records": finite}
+        _write(json_path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     if csv_path is not None:
         frame = pl.DataFrame([_finite(record) for record in records], infer_schema_length=None)
         _write(csv_path, frame.write_csv())

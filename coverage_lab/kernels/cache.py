@@ -170,6 +170,16 @@ def check_kernel(cache: PagedCache, query: Tensor) -> int:
     return check_query(cache, query)
 
 
+def check_geometry(head_dim: int, page_size: int, group: int) -> None:
+    """Raise ValueError for a geometry that the kernels can't take, before there are any tensors."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head dimension {head_dim} is not one of {HEAD_DIMS}")
+    if page_size not in PAGE_SIZES:
+        raise ValueError(f"page size {page_size} is not one of {PAGE_SIZES}")
+    if not 1 <= group <= MAX_GROUP:
+        raise ValueError(f"{group} query heads a KV head; 1 to {MAX_GROUP} are possible")
+
+
 def check_query(cache: PagedCache, query: Tensor) -> int:
     """Return the query heads a KV head, or raise ValueError if the query does not go with the cache."""
     if query.ndim != 3 or query.shape[0] != cache.batch or query.shape[2] != cache.head_dim:

@@ -149,6 +149,8 @@ class DecodePath:
     Attributes
     ----------
     backend : {"triton", "reference"}
+    log_mass : Tensor
+        `[rows, G, pages]` float32: what the latest call estimated; beyond a row's pages anything.
     pages, counts : Tensor
         `[B, KV heads, pages]` and `[B, KV heads]` int32: the lists of the latest call.
     """
@@ -165,8 +167,8 @@ class DecodePath:
     ) -> None:
         if (gamma is None) == (count is None):
             raise ValueError("gamma: give either gamma or count")
-        if gamma is not None and not 0 < gamma <= 1:
-            raise ValueError(f"gamma: {gamma} is not in (0, 1]")
+        if gamma is not None:
+            check_gamma(gamma)
         if count is not None and count < 1:
             raise ValueError(f"count: {count} is less than one page")
         if estimator not in ("mvar", "mean", "quest"):
@@ -178,7 +180,8 @@ class DecodePath:
         self.cache, self.query_heads, self.estimator = cache, query_heads, estimator
         # Without a table the kernels take any pointer in its place.
         self._table = cache.lengths if cache.table is None else cache.table
-        self.gamma, self.count = gamma, count
+        self.count = count
+        self._gamma = gamma
         device, rows = cache.key.device, (cache.batch, cache.kv_heads)
         self.backend = backend(cache.key.device)
         self._attend = Attend(cache, query_heads, scale)
@@ -188,11 +191,24 @@ class DecodePath:
         self._budget = torch.tensor([gamma if count is None else count], dtype=torch.float64, device=device)
         shape = cache.physical_pages, cache.kv_heads, 2, cache.head_dim
         self._summary = torch.empty(shape, dtype=cache.key.dtype, device=device)
-        self._log_mass = torch.empty(cache.rows, self._attend.group, cache.max_pages, device=device)
+        self.log_mass = torch.empty(cache.rows, self._attend.group, cache.max_pages, device=device)
         self.pages = torch.empty(*rows, cache.max_pages, dtype=torch.int32, device=device)
         self.counts = torch.empty(rows, dtype=torch.int32, device=device)
         self.lists = PageLists(torch.empty_like(self.pages), self.counts)
         self._reads = torch.zeros(cache.rows, 2, dtype=torch.int64, device=device)
+
+    @property
+    def gamma(self) -> float | None:
+        """Coverage of the rule; it lies in device memory, so that a captured graph follows a change."""
+        return self._gamma
+
+    @gamma.setter
+    def gamma(self, gamma: float) -> None:
+        if self.count is not None:
+            raise ValueError("gamma: this path was made for a fixed count")
+        check_gamma(gamma)
+        self._gamma = gamma
+        self._budget.fill_(gamma)
 
     @property
     def reads(self) -> Tensor:
@@ -229,9 +245,9 @@ class DecodePath:
             raise ValueError(f"query: {query.shape[1]} heads; this path was made for {self.query_heads}")
         if self.backend == "reference":
             found = step_reference.estimate(query, self.cache, self.estimator, self.scale, self._summary)
-            self._log_mass.copy_(found)
+            self.log_mass.copy_(found)
             step_reference.summarize(self.cache, self.estimator, self._summary, filled_only=True)
-            return self._log_mass
+            return self.log_mass
         from coverage_lab.kernels.estimate.triton import estimate_kernel
 
         cache = self.cache
@@ -243,7 +259,7 @@ class DecodePath:
             cache.lengths,
             self._table,
             self._summary,
-            self._log_mass,
+            self.log_mass,
             self.scale,
             query.stride(0),
             query.stride(1),
@@ -251,8 +267,8 @@ class DecodePath:
             self._table.stride(0),
             cache.max_pages,
             cache.kv_heads,
-            self._log_mass.stride(0),
-            self._log_mass.stride(1),
+            self.log_mass.stride(0),
+            self.log_mass.stride(1),
             GROUP=self._attend.group,
             GROUP_TILE=16,
             DIM=cache.head_dim,
@@ -264,12 +280,12 @@ class DecodePath:
             HAS_TABLE=cache.table is not None,
             KIND=self.estimator,
         )
-        return self._log_mass
+        return self.log_mass
 
     def select(self) -> PageLists:
         """Write and return the lists that the budget makes of the latest log masses."""
         if self.backend == "reference":
-            pages, counts = step_reference.select(self._log_mass, self.cache, self.gamma, self.count)
+            pages, counts = step_reference.select(self.log_mass, self.cache, self.gamma, self.count)
             self.pages.copy_(pages.view_as(self.pages))
             packed = pack(self.cache, self.pages, counts.view_as(self.counts))
             self.counts.copy_(packed.counts)
@@ -282,7 +298,7 @@ class DecodePath:
         cache = self.cache
         width = power_of_two(cache.max_pages)
         select_kernel[(cache.rows,)](
-            self._log_mass,
+            self.log_mass,
             cache.lengths,
             self._table,
             self._budget,
@@ -292,8 +308,8 @@ class DecodePath:
             self._reads,
             self._table.stride(0),
             cache.kv_heads,
-            self._log_mass.stride(0),
-            self._log_mass.stride(1),
+            self.log_mass.stride(0),
+            self.log_mass.stride(1),
             cache.max_pages,
             GROUP=self._attend.group,
             PAGE=cache.page_size,
@@ -306,20 +322,24 @@ class DecodePath:
         )
         return self.lists
 
+    def attend(self, query: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the attention over the latest lists, `[B, query heads, D]`."""
+        if self.backend == "reference":
+            check_query(self.cache, query)
+            found = attend_reference.attend(query, self.cache, self.pages, self.counts, self.scale)
+            return found if out is None else out.copy_(found)
+        return self._attend(query, self.cache, self.lists, out)
+
     def __call__(self, query: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the attention of a decode step, `[B, query heads, D]`, over the pages it selects.
 
         `query` is `[B, query heads, D]`, not scaled; the keys and values of the step are in the cache.
         """
-        if self.backend == "reference":
-            check_query(self.cache, query)
-            self.estimate(query)
-            self.select()
-            found = attend_reference.attend(query, self.cache, self.pages, self.counts, self.scale)
-            return found if out is None else out.copy_(found)
-        check_kernel(self.cache, query)
+        if self.backend == "triton":
+            check_kernel(self.cache, query)
         self.estimate(query)
-        return self._attend(query, self.cache, self.select(), out)
+        self.select()
+        return self.attend(query, out)
 
 
 def attend(
@@ -343,6 +363,12 @@ def backend(device: torch.device) -> Literal["triton", "reference"]:
     if device.type == "cuda":
         return "triton" if torch.cuda.get_device_capability(device) >= (8, 0) else "reference"
     return "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "reference"
+
+
+def check_gamma(gamma: float) -> None:
+    """Raise ValueError if this is no coverage."""
+    if not 0 < gamma <= 1:
+        raise ValueError(f"gamma: {gamma} is not in (0, 1]")
 
 
 def power_of_two(number: int) -> int:

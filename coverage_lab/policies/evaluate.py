@@ -149,14 +149,14 @@ def policy_counts(
     policies: Sequence[Policy],
     covering: float | None = None,
     progress: Callable[[int], None] = lambda request: None,
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield request, layer `[rows]`, KV head `[rows]` and pages kept `[rows, policies]`, block by block.
+) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield request, layer, KV head and pages `[rows]`, pages kept `[rows, policies]`, block by block.
 
-    With `covering`, the counts are the fewest pages in the order of each policy whose exact mass
-    reaches it, in place of those that the policy keeps.
+    Rows go by layer, then KV head, then step. With `covering`, the counts are the fewest pages in the
+    order of each policy whose exact mass reaches it, in place of those that the policy keeps.
     """
 
-    def work(span: Span) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    def work(span: Span) -> tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         block = span.read()
         view = _View(block, trace.page_size, _group_size(trace))
         kept = torch.empty((len(view.rows), len(policies)), dtype=torch.long)
@@ -165,7 +165,8 @@ def policy_counts(
                 kept[:, indices] = _apply(view, [policies[i] for i in indices])[0]
             else:
                 kept[:, indices] = view.ranked(policies[indices[0]]).need(covering)[:, None]
-        return block.request, block.columns["layer"], block.columns["kv_head"], kept.numpy()
+        layer, kv_head, n_pages = (block.columns[name] for name in ("layer", "kv_head", "n_pages"))
+        return block.request, layer, kv_head, n_pages, kept.numpy()
 
     yield from in_order(work, _spans(trace, policies, progress))
 

@@ -87,7 +87,7 @@ def group_counts(
     first = trace.geometry["layers"]
     shape = (max(layer["layer"] for layer in first) + 1, int(trace.geometry["kv_heads"]), trace.max_pages + 1)
     counts = {policy: np.zeros((folds, *shape)) for policy in policies}
-    for request, layer, kv_head, kept in policy_counts(trace, list(policies), covering, progress):
+    for request, layer, kv_head, _, kept in policy_counts(trace, list(policies), covering, progress):
         for column, policy in enumerate(policies):
             np.add.at(counts[policy][request % folds], (layer, kv_head, kept[:, column]), 1)
     held = {"model": trace.manifest["run"]["model"]["model"], "page_size": trace.page_size}

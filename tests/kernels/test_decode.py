@@ -273,10 +273,10 @@ class TestPath:
         generator = torch.Generator().manual_seed(int(10 * spread) + distinct)
         for budget in ({"gamma": 0.5}, {"gamma": 0.95}, {"gamma": 0.9999}, {"count": 7}):
             path = DecodePath(case.cache, case.query.shape[1], **budget)
-            drawn = torch.randn(path._log_mass.shape, generator=generator)
+            drawn = torch.randn(path.log_mass.shape, generator=generator)
             if distinct:
                 drawn = torch.randint(distinct, drawn.shape, generator=generator).float()
-            path._log_mass.copy_(spread * drawn)
+            path.log_mass.copy_(spread * drawn)
             path.select()
             check_lists(case, path, **budget)
 
@@ -311,7 +311,7 @@ class TestPath:
 def check_lists(case: Case, path: DecodePath, gamma: float = 0.0, count: int = 0) -> tuple[int, int]:
     """Compare every list with the reference on the same log masses; return pages kept and seen."""
     kept = seen = 0
-    masses = path._log_mass.cpu()
+    masses = path.log_mass.cpu()
     for row in range(case.cache.rows):
         request, head = divmod(row, case.cache.kv_heads)
         length = case.lengths[request]

@@ -1,0 +1,104 @@
+"""The whole path against dense attention, at given reads (paper 5.5.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from coverage_lab.bench.attend import ATTEND_DENSE, attention_call
+from coverage_lab.bench.check import attention_error
+from coverage_lab.bench.layers import Layer, spread
+from coverage_lab.bench.select import (
+    SelectOptions,
+    check_lists,
+    described,
+    enough,
+    prepared,
+    stages,
+)
+from coverage_lab.bench.shapes import Shape
+from coverage_lab.bench.timing import seconds_a_call
+from coverage_lab.kernels import step_reference
+from coverage_lab.kernels.baselines import baselines
+from coverage_lab.kernels.baselines.page_sets import every_page
+from coverage_lab.kernels.decode import DecodePath
+
+# Reads of Llama-3.1-8B at gamma 0.98 (paper, Table 3), by context in tokens.
+PAPER_READS = {8192: 0.42, 16384: 0.37, 32768: 0.31, 65536: 0.16, 131072: 0.15}
+OTHER_READS = 0.22
+FA3_DENSE = "fa3-dense"
+
+
+def run(
+    options: SelectOptions, device: torch.device, say: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
+    """Return a record for every shape and stage: the kernels, the path as a whole, dense attention."""
+    records = []
+    for place, shape in enumerate(options.shapes):
+        wanted = (
+            options.reads[place % len(options.reads)]
+            if options.reads
+            else PAPER_READS.get(shape.context, OTHER_READS)
+        )
+        records += _shape(options, shape, wanted, device, say)
+    return records
+
+
+def _shape(
+    options: SelectOptions, shape: Shape, wanted: float, device: torch.device, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    say(f"{shape}: layers")
+    layers, paths = prepared(options, shape, options.gamma, device)
+    gamma = gamma_for(paths[0], layers[0], wanted)
+    for path in paths:
+        path.gamma = gamma
+    outs = [path(layer.query).clone() for layer, path in zip(layers, paths, strict=True)]
+    equal = check_lists(paths[0], layers[0].query)
+    errors = [
+        attention_error("the path", outs[at], layers[at], paths[at].pages, paths[at].counts) for at in (0, -1)
+    ]
+    pages = paths[0].cache.max_pages
+    kept = sum(float(path.counts.float().mean()) for path in paths) / len(paths) / pages
+    metadata = {"mean": 1, "mvar": 2, "quest": 2}[options.estimator] / (2 * options.geometry.page_size)
+    base = {
+        **described(options.geometry, shape),
+        "gamma": gamma,
+        "kept": kept,
+        "reads": kept + metadata,
+        "cv": spread(paths[0].counts.cpu().numpy()),
+        "rows_equal": equal,
+        "error": max(errors),
+    }
+    timed = stages(layers, paths)
+    del timed["sort"]
+    each = list(zip(layers, paths, outs, strict=True))
+    timed["attend+merge"] = [partial(path.attend, layer.query, out) for layer, path, out in each]
+    timed["path"] = [partial(path, layer.query, out) for layer, path, out in each]
+    lists = every_page(layers[0].cache)
+    for name in (ATTEND_DENSE, FA3_DENSE):
+        if name == FA3_DENSE and baselines.get(name).missing(layers[0].cache) is not None:
+            continue
+        dense = [attention_call(name, layer, *lists) for layer in layers]
+        attention_error(name, dense[0](), layers[0], *lists)
+        timed[name] = list(dense)
+    records = []
+    for stage, calls in timed.items():
+        say(f"{shape}: {stage}")
+        records.append({**base, "stage": stage, "us": 1e6 * seconds_a_call(enough(calls, device), device)})
+    times = {record["stage"]: record["us"] for record in records}
+    dense_us = times.get(FA3_DENSE, times[ATTEND_DENSE])
+    return [{**record, "dense_over": dense_us / record["us"]} for record in records]
+
+
+def gamma_for(path: DecodePath, layer: Layer, wanted: float) -> float:
+    """Return the coverage at which a path keeps this fraction of the pages."""
+    log_mass = path.estimate(layer.query)
+    low, high = 0.0, 1.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        counts = step_reference.select(log_mass, path.cache, middle, None)[1]
+        low, high = (middle, high) if counts.float().mean() < wanted * path.cache.max_pages else (low, middle)
+    return high

@@ -1,0 +1,151 @@
+"""Estimate and Select: what choosing the pages costs (paper 3.4 and Table 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coverage_lab.bench.layers import Layer, how_many, make, spread
+from coverage_lab.bench.shapes import Geometry, Shape
+from coverage_lab.bench.timing import seconds_a_call
+from coverage_lab.errors import CoverageLabError
+from coverage_lab.kernels import step_reference
+from coverage_lab.kernels.baselines.page_sets import to_lists
+from coverage_lab.kernels.decode import DecodePath, Kind
+
+CALLS = 16
+# Rows whose lists are compared with the reference, as in the paper's appendix B.
+ROWS_CHECKED = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectOptions:
+    """What `bench select` and `bench path` time.
+
+    Attributes
+    ----------
+    shapes : sequence of Shape
+    geometry : Geometry
+    gamma : float, optional
+        Coverage; where `reads` is given, it is found.
+    reads : sequence of float, optional
+        Fraction of the pages that each shape keeps.
+    estimator : {"mvar", "mean", "quest"}
+    seed : int
+    """
+
+    shapes: Sequence[Shape]
+    geometry: Geometry = field(default_factory=Geometry)
+    gamma: float = 0.98
+    reads: Sequence[float] = ()
+    estimator: Kind = "mvar"
+    seed: int = 0
+
+
+def run(
+    options: SelectOptions, device: torch.device, say: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
+    """Return a record for every shape and stage: estimate, select, both, and a rule that sorts."""
+    records = []
+    for shape in options.shapes:
+        say(f"{shape}: layers")
+        layers, paths = prepared(options, shape, options.gamma, device)
+        equal = check_lists(paths[0], layers[0].query)
+        counts = paths[0].counts
+        base = {
+            **described(options.geometry, shape),
+            "gamma": options.gamma,
+            "kept": float(counts.float().mean()) / paths[0].cache.max_pages,
+            "cv": spread(counts.cpu().numpy()),
+            "rows_equal": equal,
+        }
+        for stage, call in stages(layers, paths).items():
+            say(f"{shape}: {stage}")
+            base_us = 1e6 * seconds_a_call(enough(call, device), device)
+            records.append({**base, "stage": stage, "us": base_us})
+    return records
+
+
+def described(geometry: Geometry, shape: Shape) -> dict[str, Any]:
+    """Return what names a shape in a record."""
+    return {
+        "shape": str(shape),
+        "context": shape.context,
+        "batch": shape.batch,
+        "rows": geometry.rows(shape),
+        "pages": geometry.pages(shape),
+    }
+
+
+def prepared(
+    options: SelectOptions, shape: Shape, gamma: float, device: torch.device
+) -> tuple[list[Layer], list[DecodePath]]:
+    """Return layers whose pages are summarized, with a path for each that has run once."""
+    geometry = options.geometry
+    dense = geometry.dense_bytes(shape)
+    # Estimate reads the summaries: the bytes of two tokens a page.
+    count = how_many(dense // geometry.page_size, int(1.2 * dense), device)
+    layers = make(shape, geometry, device, count, options.seed)
+    heads = geometry.kv_heads * geometry.group
+    paths = [
+        DecodePath(layer.cache, heads, gamma=gamma, estimator=options.estimator, scale=layer.scale)
+        for layer in layers
+    ]
+    for layer, path in zip(layers, paths, strict=True):
+        path.summarize()
+        path(layer.query)
+    return layers, paths
+
+
+def stages(layers: Sequence[Layer], paths: Sequence[DecodePath]) -> dict[str, list[Callable[[], object]]]:
+    """Return the calls of every stage, one a layer."""
+    pairs = list(zip(layers, paths, strict=True))
+    return {
+        "estimate": [partial(path.estimate, layer.query) for layer, path in pairs],
+        "select": [path.select for path in paths],
+        "estimate+select": [partial(_choose, path, layer.query) for layer, path in pairs],
+        "sort": [partial(sorted_lists, path.log_mass, path.gamma or 1.0) for path in paths],
+    }
+
+
+def _choose(path: DecodePath, query: Tensor) -> None:
+    path.estimate(query)
+    path.select()
+
+
+def enough(calls: Sequence[Callable[[], object]], device: torch.device) -> list[Callable[[], object]]:
+    """Return the calls, over and over until there are as many as a decode step might have."""
+    return list(islice(cycle(calls), max(len(calls), CALLS))) if device.type == "cuda" else list(calls)
+
+
+def sorted_lists(log_mass: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Return page lists and counts by sorting, in plain torch: what Select stands in for (appendix A)."""
+    ordered = log_mass.softmax(-1).mean(1).sort(descending=True)
+    missing = ordered.values.cumsum(-1) - ordered.values < gamma
+    return to_lists(torch.zeros_like(missing).scatter(1, ordered.indices, missing))
+
+
+def check_lists(path: DecodePath, query: Tensor) -> int:
+    """Return how many lists were compared with the float32 reference of the rule; all are equal.
+
+    Raises
+    ------
+    CoverageLabError
+        If one is not.
+    """
+    log_mass = path.estimate(query)
+    path.select()
+    pages, counts = step_reference.select(log_mass, path.cache, path.gamma, path.count)
+    rows = min(ROWS_CHECKED, path.cache.rows)
+    place = torch.arange(pages.shape[1], device=pages.device)
+    same = (path.pages.flatten(0, 1) == pages) | (place >= counts[:, None])
+    equal = int((same.all(1) & (path.counts.flatten() == counts))[:rows].sum())
+    if equal != rows:
+        raise CoverageLabError(f"select is wrong: {equal} of {rows} lists equal the reference")
+    return equal

@@ -1,0 +1,109 @@
+"""`coverage-lab balance`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet
+
+
+def balance(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(metavar="[TRACE]", help="Trace whose page counts are taken; drawn lists without."),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Policy whose counts are taken.")] = "mvar/coverage:0.98",
+    shape: Annotated[str, typer.Option(help="Tokens of context x requests; k is 1,024.")] = "32kx16",
+    kept: Annotated[float, typer.Option(help="Fraction of the pages that drawn lists keep.")] = 0.22,
+    cv: Annotated[float, typer.Option(help="Spread of the lengths of drawn lists.")] = 0.75,
+    kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    multiprocessors: Annotated[int, typer.Option(help="Of the GPU; an H200 has 132.")] = 132,
+    resident: Annotated[int, typer.Option(help="Thread blocks that a multiprocessor runs at a time.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the lists.")] = 0,
+    json: JsonPath = None,
+    csv: CsvPath = None,
+    figure: FigurePath = None,
+    quiet: Quiet = False,
+) -> None:
+    """Show how kernels divide ragged page lists among thread blocks; needs no GPU."""
+    from coverage_lab.analyses import balance as analysis
+    from coverage_lab.bench import lengths
+    from coverage_lab.bench.shapes import Geometry, Shape
+    from coverage_lab.cli import output
+    from coverage_lab.errors import CoverageLabError
+    from coverage_lab.policies.policy import parse_policy
+    from coverage_lab.trace import Trace
+
+    output.check_outputs(json, csv, figure=figure)
+    if multiprocessors < 1 or resident < 1:
+        raise CoverageLabError("--multiprocessors and --resident must be positive")
+    geometry, where = Geometry(kv_heads=kv_heads, page_size=page_size), Shape.parse(shape)
+    pages, rows = geometry.pages(where), geometry.rows(where)
+    gpu = analysis.Gpu(multiprocessors=multiprocessors, resident=resident, page_size=page_size)
+    steps = None
+    if trace is not None:
+        found, parsed = Trace(trace), parse_policy(policy)
+        counts = lengths.of_trace(found, parsed, where.batch, kv_heads, pages, seed).ravel()
+        steps = lengths.neighbouring_steps(found, parsed)
+    else:
+        counts = lengths.drawn(rows, pages, kept, cv, seed)
+    table = analysis.compute(counts, gpu)
+    before = None if steps is None else analysis.slots_from_before(*steps)
+    records = [{"table": "division", **line} for line in table.to_dicts()]
+    if before is not None:
+        records += [{"table": "slots", **line} for line in before.to_dicts()]
+    if not output.write_records(records, json, csv):
+        screen = output.console()
+        spread = counts.std() / counts.mean()
+        title = (
+            f"{rows} lists at {where}: {counts.mean() / pages:.1%} of {pages} pages, CV {spread:.2f}; "
+            f"{multiprocessors} multiprocessors, {resident} blocks each"
+        )
+        columns = [
+            "scheme",
+            "blocks",
+            "pages read\nover selected",
+            "most pages\nof a block",
+            "time over\neven",
+            "host must\nknow",
+        ]
+        lines = [
+            [
+                line["title"],
+                f"{line['blocks']:,}",
+                output.number(line["reads"], 2),
+                str(line["most"]),
+                output.number(line["over_even"], 2),
+                "yes" if line["host"] else "no",
+            ]
+            for line in table.to_dicts()
+        ]
+        output.print_table(screen, title, columns, lines)
+        if not quiet:
+            screen.print(
+                "Time: until the last block ends, if a page takes the same time everywhere; 1 is an even "
+                "division of the selected pages.",
+                highlight=False,
+                soft_wrap=True,
+            )
+        if steps is not None and before is not None:
+            lines = [
+                [f"{line['margin']:g}", output.percent(line["overflow"]), output.number(line["reserve"], 2)]
+                for line in before.to_dicts()
+            ]
+            columns = ["margin", "lists that\noverflow", "slots over\npages needed"]
+            output.print_table(
+                screen, "Slots sized from the step before (paper: 40%; 2.4% at 1.77)", columns, lines
+            )
+            if not quiet:
+                needed = analysis.margin_for(*steps, 0.024)
+                screen.print(
+                    f"{len(steps[0]):,} pairs of steps; 2.4% overflow at a margin of {needed:.2f}.",
+                    highlight=False,
+                )
+    if figure:
+        output.save_figure(analysis.figure(counts, gpu), figure)
