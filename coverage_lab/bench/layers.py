@@ -65,7 +65,9 @@ def make(shape: Shape, geometry: Geometry, device: torch.device, count: int, see
     pages, heads, size, dim = geometry.pages(shape), geometry.kv_heads, geometry.page_size, geometry.head_dim
     pool = shape.batch * pages
     table = torch.randperm(pool, generator=generator, device=device).view(shape.batch, pages).int()
-    lengths = torch.full((shape.batch,), shape.context - size // 8, dtype=torch.int32, device=device)
+    # Of a current page that has few tokens one is left.
+    tokens = max((pages - 1) * size + 1, shape.context - size // 8)
+    lengths = torch.full((shape.batch,), tokens, dtype=torch.int32, device=device)
 
     def normal(*sizes: int) -> Tensor:
         return torch.empty(sizes, device=device, dtype=dtype).normal_(generator=generator)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from coverage_lab.bench.timing import seconds_a_call
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.kernels import step_reference
 from coverage_lab.kernels.baselines.page_sets import to_lists
-from coverage_lab.kernels.decode import DecodePath, Kind
+from coverage_lab.kernels.decode import MOST_WIDTH, DecodePath, Kind
 
 CALLS = 16
 # Rows whose lists are compared with the reference, as in the paper's appendix B.
@@ -46,6 +46,19 @@ class SelectOptions:
     reads: Sequence[float] = ()
     estimator: Kind = "mvar"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma <= 1:
+            raise CoverageLabError(f"--gamma {self.gamma:g} is not in (0, 1]")
+        for read in self.reads:
+            if not 0 < read <= 1:
+                raise CoverageLabError(f"--reads {read:g} is not in (0, 1]")
+        if self.estimator not in get_args(Kind):
+            raise CoverageLabError(f"--estimator {self.estimator} is not one of {', '.join(get_args(Kind))}")
+        for shape in self.shapes:
+            pages = self.geometry.pages(shape)
+            if pages > MOST_WIDTH:
+                raise CoverageLabError(f"shape {shape} has {pages} pages; at most {MOST_WIDTH} are possible")
 
 
 def run(

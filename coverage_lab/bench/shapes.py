@@ -9,6 +9,9 @@ import torch
 
 from coverage_lab.errors import CoverageLabError
 
+# Contexts of so many k and less are named in 1,024s.
+MOST_BINARY = 128
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -21,15 +24,23 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Read `8kx32` or `8192x32`: tokens of context (k is 1,024), then requests."""
+        """Read `8kx32` or `8192x32`: tokens of context, then requests.
+
+        A k is 1,024 tokens up to 128k; beyond, it is 1,000, to the nearest 1,024: 131k is 131,072.
+        """
         match = re.fullmatch(r"(\d+)(k?)x(\d+)", text.strip().lower())
         if match is None or int(match[1]) == 0 or int(match[3]) == 0:
             raise CoverageLabError(f"shape {text!r} is not like 8kx32: tokens of context, then requests")
-        return cls(int(match[1]) * (1024 if match[2] else 1), int(match[3]))
+        tokens = int(match[1])
+        if match[2]:
+            tokens = 1024 * (tokens if tokens <= MOST_BINARY else round(tokens * 1000 / 1024))
+        return cls(tokens, int(match[3]))
 
     def __str__(self) -> str:
         whole, rest = divmod(self.context, 1024)
-        return f"{self.context if rest else f'{whole}k'}x{self.batch}"
+        if rest:
+            return f"{self.context}x{self.batch}"
+        return f"{whole if whole < MOST_BINARY else round(self.context / 1000)}kx{self.batch}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +23,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-GPU_SHAPES = "8kx32,32kx16,64kx8,131kx4"
+GPU_SHAPES = "8kx32,32kx16,64kx8,128kx4"
 CPU_SHAPES = "2kx2"
 
 Shapes = Annotated[
     str | None,
     typer.Option(
-        help="Tokens of context x requests, comma-separated; k is 1,024.",
+        help="Tokens of context x requests, comma-separated.",
         show_default=f"{GPU_SHAPES}; {CPU_SHAPES} without a GPU",
     ),
 ]
@@ -39,7 +40,7 @@ PageSize = Annotated[int, typer.Option(help="Tokens a page.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if any.")]
 Estimator = Annotated[str, typer.Option(help="mvar, mean or quest.")]
-Seed = Annotated[int, typer.Option(help="Seed of keys, values, queries and lists.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of keys, values, queries and lists.")]
 
 
 @app.command()
@@ -247,14 +248,16 @@ def _set_up(
     from coverage_lab.bench.shapes import Geometry, Shape
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.kernels.cache import check_geometry
-    from coverage_lab.kernels.decode import backend
+    from coverage_lab.kernels.decode import MOST_ROWS, backend
 
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise CoverageLabError(f"--device {device} is not a device; cpu, cuda and cuda:1 are") from None
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise CoverageLabError(f"--device {device}: there is no CUDA device; leave the option out")
+        place = None
+    if place is None or place.type not in ("cpu", "cuda"):
+        raise CoverageLabError(f"--device {device} is not a device; cpu, cuda and cuda:1 are")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise CoverageLabError(f"--device {device}: there is no such CUDA device; leave the option out")
     layer = Geometry(**geometry)
     try:
         check_geometry(layer.head_dim, layer.page_size, layer.group)
@@ -263,6 +266,14 @@ def _set_up(
     found = [
         Shape.parse(text) for text in names(shapes or (GPU_SHAPES if place.type == "cuda" else CPU_SHAPES))
     ]
+    if not found:
+        raise CoverageLabError(f"--shapes {shapes!r} names no shape; try {CPU_SHAPES}")
+    for shape in found:
+        if layer.rows(shape) > MOST_ROWS:
+            raise CoverageLabError(
+                f"shape {shape} has {layer.rows(shape)} rows (requests x KV heads); "
+                f"at most {MOST_ROWS} are possible"
+            )
     if (place.type == "cpu" or backend(place) == "reference") and not quiet:
         print(
             "no GPU that the kernels run on: plain torch is timed, which says nothing about them",
@@ -286,7 +297,7 @@ def _baselines(text: str | None, device: torch.device, geometry: Geometry, quiet
         reason = baselines.get(name).missing(cache)
         if reason is None:
             found.append(name)
-        elif text is not None:
+        elif names(text):
             raise CoverageLabError(f"baseline {name}: {reason}")
         elif not quiet:
             print(f"left out: {name} ({reason})", file=sys.stderr)
@@ -322,7 +333,7 @@ def _write(
 
     head = {
         "benchmark": name,
-        "command": " ".join(["coverage-lab", *sys.argv[1:]]),
+        "command": shlex.join(["coverage-lab", *sys.argv[1:]]),
         "machine": machine.describe(device),
         "geometry": asdict(geometry),
     }

@@ -18,11 +18,15 @@ Kind = Literal["mvar", "mean", "quest"]
 
 # Pages a block of Attend reads at least.
 LEAST_PAGES = 4
+# Numbers that a block merges at once.
+MERGE_ELEMENTS = 4096
 # Pages whose summaries a block of Estimate reads at once.
 ESTIMATE_PAGES = 32
 ESTIMATE_STAGES = 3
 # Two blocks of Attend fit on a multiprocessor with their pipelines.
 BLOCKS_PER_MULTIPROCESSOR = 2
+# Thresholds a pass of Select, and warps a block, by pages of a row: measured on an H200.
+SELECT_SIZES = ((512, 8, 4), (1024, 4, 4), (4096, 4, 8), (1 << 30, 2, 16))
 MOST_ROWS = 4096
 MOST_WIDTH = 16_384
 
@@ -64,15 +68,14 @@ class Attend:
         self.blocks = blocks
         self._parts = torch.empty(2 * blocks, self.group, cache.head_dim, device=device)
         self._log_sums = torch.empty(2 * blocks, self.group, device=device)
-        self._first_page = torch.empty(cache.rows, dtype=torch.int32, device=device)
-        self._share = torch.empty(1, dtype=torch.int32, device=device)
+        # Blocks that have done their part of a row; the last one sets it back.
+        self._arrivals = torch.zeros(cache.rows, dtype=torch.int32, device=device)
 
     def __call__(
         self, query: Tensor, cache: PagedCache, lists: PageLists, out: Tensor | None = None
     ) -> Tensor:
         """Return `[B, query heads, D]`; nothing waits for the device."""
         from coverage_lab.kernels.attend.triton import attend_kernel
-        from coverage_lab.kernels.merge.triton import merge_kernel
 
         group = check_kernel(cache, query)
         if (cache.rows, group, cache.head_dim) != (self.rows, self.group, self._parts.shape[2]):
@@ -86,7 +89,7 @@ class Attend:
             raise ValueError(f"out: {tuple(out.shape)} {out.dtype} on {out.device} is not like the query")
         elif not out.is_contiguous():
             raise ValueError("out: must be contiguous")
-        sizes = {"GROUP": group, "DIM": cache.head_dim, "DIM_TILE": power_of_two(cache.head_dim)}
+        heads_tile, dim_tile = power_of_two(group), power_of_two(cache.head_dim)
         attend_kernel[(self.blocks,)](
             query,
             cache.key,
@@ -96,8 +99,7 @@ class Attend:
             out,
             self._parts,
             self._log_sums,
-            self._first_page,
-            self._share,
+            self._arrivals,
             self.scale * math.log2(math.e),
             query.stride(0),
             query.stride(1),
@@ -106,24 +108,17 @@ class Attend:
             lists.entries.stride(1),
             cache.rows,
             cache.kv_heads,
-            **sizes,
+            GROUP=group,
             GROUP_TILE=16,
+            DIM=cache.head_dim,
+            DIM_TILE=dim_tile,
             PAGE=cache.page_size,
             ROWS_TILE=power_of_two(cache.rows),
             LEAST=LEAST_PAGES,
+            HEADS_TILE=heads_tile,
+            PARTS_TILE=max(1, MERGE_ELEMENTS // (heads_tile * dim_tile)),
             STAGES=_stages(cache),
             num_warps=4,
-        )
-        merge_kernel[(cache.rows, group)](
-            self._parts,
-            self._log_sums,
-            lists.counts,
-            self._first_page,
-            self._share,
-            out,
-            **sizes,
-            PARTS_TILE=16,
-            num_warps=2,
         )
         return out
 
@@ -297,6 +292,7 @@ class DecodePath:
 
         cache = self.cache
         width = power_of_two(cache.max_pages)
+        thresholds, warps = next(pair for most, *pair in SELECT_SIZES if width <= most)
         select_kernel[(cache.rows,)](
             self.log_mass,
             cache.lengths,
@@ -315,10 +311,10 @@ class DecodePath:
             PAGE=cache.page_size,
             WIDTH=width,
             HEADS_TILE=min(power_of_two(self._attend.group), max(1, 16_384 // width)),
-            THRESHOLDS=8 if width <= 256 else 4 if width <= 4096 else 2,
+            THRESHOLDS=thresholds,
             BY_COUNT=self.count is not None,
             HAS_TABLE=cache.table is not None,
-            num_warps=4 if width <= 2048 else 16,
+            num_warps=warps,
         )
         return self.lists
 

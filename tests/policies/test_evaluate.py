@@ -226,7 +226,7 @@ def test_a_missing_column_names_the_option_that_records_it(
 @pytest.mark.parametrize("text", ["mvar/fixed:3", "mvar/proportional:0.37", "mvar/coverage:0.9"])
 def test_the_heads_of_a_layer_share_one_list(trace: Trace, text: str) -> None:
     policy = parse_policy(f"{text}@layer")
-    for _, _, _, kept in policy_counts(trace, [policy]):
+    for _, _, _, _, kept in policy_counts(trace, [policy]):
         by_head = kept[:, 0].reshape(SHAPE.layers, SHAPE.kv_heads, -1)
         assert (by_head == by_head[:, :1]).all()
 
