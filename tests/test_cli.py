@@ -1,6 +1,8 @@
-"""The commands that read traces, as a shell runs them: output, exit codes, messages."""
+"""The commands that read traces or time kernels, as a shell runs them: output, exit codes, messages."""
 
+import itertools
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,3 +153,222 @@ class TestVariation:
         assert f"no column '{oracle_column(0.97)}'" in refused(
             run, "variation", synthetic_trace, "--gamma", "0.97"
         )
+
+
+# Two KV heads over 16 or 8 pages: the kernels run in an interpreter where there is no GPU.
+LAYER = (
+    *("--kv-heads", 2, "--group", 2, "--head-dim", 64, "--page-size", 16, "--dtype", "float16"),
+    *("--device", "cpu"),
+)
+ATTEND = ("bench", "attend", "--shapes", "256x2", *LAYER)
+BENCHES = {
+    "attend": ATTEND,
+    "path": ("bench", "path", "--shapes", "128x1", "--reads", "0.5", *LAYER),
+    "select": ("bench", "select", "--shapes", "128x1", "--gamma", "0.9", *LAYER),
+}
+
+
+@pytest.fixture
+def _one_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coverage_lab.bench.timing.CPU_REPEATS", 1)
+
+
+@pytest.mark.usefixtures("_one_repeat")
+class TestBench:
+    @pytest.mark.parametrize(
+        ("name", "title", "column"),
+        [
+            ("attend", "Attention, one layer", "over"),
+            ("path", "Decode path, one layer", "attend+merge"),
+            ("select", "Selection, one layer", "stage"),
+        ],
+    )
+    def test_the_table_and_that_it_says_nothing_about_the_kernels(
+        self, run: Run, name: str, title: str, column: str
+    ):
+        code, out, err = run(*BENCHES[name])
+        assert code == 0
+        geometry = "2 KV heads of 2 query heads, D 64, 16-token pages, float16"
+        assert " ".join(out.split()).startswith(f"{title}: {geometry}")
+        assert column in out
+        first = err.splitlines()[0]
+        assert "no GPU that the kernels run on" in first
+        assert "plain torch is timed, which says nothing about them" in first
+
+    @pytest.mark.parametrize("name", BENCHES)
+    def test_json(self, run: Run, tmp_path: Path, name: str):
+        # A name that a shell would take apart.
+        csv = tmp_path / "a b.csv"
+        code, out, err = run(*BENCHES[name], "--json", "-", "--csv", csv, "-q")
+        assert (code, err) == (0, "")
+        document = json.loads(out)
+        assert set(document) == {"benchmark", "command", "machine", "geometry", "records"}
+        assert document["benchmark"] == name
+        words = shlex.split(document["command"])
+        assert words == ["coverage-lab", *map(str, BENCHES[name]), "--json", "-", "--csv", str(csv), "-q"]
+        assert {"coverage-lab", "python", "torch"} <= set(document["machine"]["versions"])
+        assert document["machine"]["device"]
+        assert document["geometry"] == {
+            "kv_heads": 2,
+            "group": 2,
+            "head_dim": 64,
+            "page_size": 16,
+            "dtype": "float16",
+        }
+        assert len(document["records"]) >= 4
+        assert all(record["us"] > 0 for record in document["records"])
+        assert pl.read_csv(csv)["us"].to_list() == [record["us"] for record in document["records"]]
+
+    def test_attend_with_a_trace_and_a_figure(self, run: Run, synthetic_trace: Path, tmp_path: Path):
+        options = ("--cv", "0,0.5,3", "--trace", synthetic_trace, "--policy", "exact/coverage:0.9")
+        figure, file = tmp_path / "f.png", tmp_path / "a.json"
+        code, _, err = run(*ATTEND, *options, "--figure", figure, "--json", file)
+        assert code == 0
+        assert figure.stat().st_size > 5000
+        records = json.loads(file.read_text())["records"]
+        assert [(record["lists"], record["method"]) for record in records] == [
+            ("all", "attend-dense"),
+            ("all", "sdpa"),
+            ("0", "attend"),
+            ("0.5", "attend"),
+            ("trace", "attend"),
+        ]
+        assert "left out: fa3-dense (needs an NVIDIA GPU)" in err
+        assert "256x2: left out CV 3 (" in err
+
+    @pytest.mark.parametrize(
+        ("baselines", "methods"),
+        [("none", {"attend", "attend-dense"}), ("sdpa", {"attend", "attend-dense", "sdpa"})],
+    )
+    def test_baselines_as_given(self, run: Run, baselines: str, methods: set[str]):
+        _, out, err = run(*ATTEND, "--cv", 0, "--baselines", baselines, "--json", "-")
+        assert {record["method"] for record in json.loads(out)["records"]} == methods
+        assert "left out" not in err
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--shapes", "8kb32"), "shape '8kb32' is not like 8kx32"),
+            (("--shapes", ","), "names no shape"),
+            (("--shapes", "16x3000"), "6000 rows (requests x KV heads); at most 4096"),
+            (("--head-dim", 48), "head dimension 48 is not one of"),
+            (("--page-size", 8), "page size 8 is not one of"),
+            (("--group", 17), "17 query heads a KV head; 1 to 16 are possible"),
+            (("--kv-heads", 0), "--kv-heads must be positive"),
+            (("--dtype", "float32"), "--dtype float32 is not one of bfloat16, float16"),
+            (("--device", "gpu"), "--device gpu is not a device; cpu, cuda and cuda:1 are"),
+            (("--device", "meta"), "--device meta is not a device"),
+            (("--seed", -1), "'--seed'"),
+        ],
+    )
+    @pytest.mark.parametrize("name", BENCHES)
+    def test_bad_layers_are_refused(self, run: Run, name: str, options: tuple[object, ...], message: str):
+        assert message in refused(run, *BENCHES[name], "-q", *options)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--baselines", "nonsense"), "unknown baseline 'nonsense'"),
+            (("--baselines", "fa3-dens"), "did you mean 'fa3-dense'"),
+            (("--baselines", "sdpa,fa3-dense"), "baseline fa3-dense: needs an NVIDIA GPU"),
+            (("--cv", "abc"), "--cv 'abc' is no comma-separated list of numbers"),
+            (("--cv=-0.5",), "CV -0.5 is not a number from 0 on"),
+            (("--cv", "nan"), "CV nan is not a number"),
+            (("--kept", 2), "kept fraction 2 is not in (0, 1]"),
+            (("--trace", "none"), "no trace at none"),
+            (("--figure", "f.jpeg"), "must end in .png"),
+        ],
+    )
+    def test_bad_lists_are_refused(self, run: Run, options: tuple[object, ...], message: str):
+        assert message in refused(run, *ATTEND, "-q", *options)
+
+    def test_bad_budgets_are_refused(self, run: Run):
+        for name in ("path", "select"):
+            assert "--estimator mvra is not one of mvar" in refused(
+                run, *BENCHES[name], "-q", "--estimator", "mvra"
+            )
+        assert "--gamma 2 is not in (0, 1]" in refused(run, *BENCHES["select"], "-q", "--gamma", 2)
+        assert "--reads 2 is not in (0, 1]" in refused(run, *BENCHES["path"], "-q", "--reads", 2)
+        assert "--reads 'x' is no comma-separated" in refused(run, *BENCHES["path"], "-q", "--reads", "x")
+
+    @pytest.mark.parametrize(("there", "device"), [(0, "cuda"), (0, "cuda:0"), (2, "cuda:2")])
+    def test_a_gpu_that_is_not_there(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, there: int, device: str
+    ):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: there)
+        for command in BENCHES.values():
+            assert f"--device {device}: there is no such CUDA device" in refused(
+                run, *command, "-q", "--device", device
+            )
+
+    def test_no_figure_or_file_is_left_of_a_refused_run(self, run: Run, tmp_path: Path):
+        file = tmp_path / "a.json"
+        refused(run, *ATTEND, "-q", "--kept", 2, "--json", file, "--figure", tmp_path / "f.png")
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestBalance:
+    def test_drawn_lists(self, run: Run, tmp_path: Path):
+        code, out, err = run("balance", "--figure", tmp_path / "b.png")
+        assert (code, err) == (0, "")
+        assert "128 lists at 32kx16: 22.0% of 512 pages, CV 0.75; 132 multiprocessors, 2 blocks each" in out
+        for title in ("rectangular grid", "FA3 splits", "self-planning (paper)", "even split (coverage-lab)"):
+            assert title in out
+        assert "Slots sized" not in out
+        assert (tmp_path / "b.png").stat().st_size > 5000
+
+    def test_a_trace(self, run: Run, synthetic_trace: Path):
+        code, out, _ = run("balance", synthetic_trace, "--shape", "8kx4", "--kv-heads", 2, "--page-size", 16)
+        assert code == 0
+        assert "8 lists at 8kx4" in out
+        assert "Slots sized from the step before" in out
+        # 4 requests of 4 layers of 2 KV heads, 7 pairs of the 8 steps each.
+        assert "224 pairs of steps; 2.4% overflow at a margin of" in out
+
+    def test_json_holds_both_tables(self, run: Run, synthetic_trace: Path):
+        options = ("--multiprocessors", 4, "--resident", 1, "--json", "-")
+        _, out, _ = run("balance", synthetic_trace, *options)
+        records = json.loads(out)
+        division = {r["scheme"]: r for r in records if r["table"] == "division"}
+        assert list(division) == ["rectangular", "buckets", "fa3", "flashinfer", "self-planning", "even"]
+        assert division["even"]["blocks"] == 4
+        slots = [r for r in records if r["table"] == "slots"]
+        assert [r["margin"] for r in slots] == [1.0, 1.25, 1.5, 1.77, 2.0]
+        assert all(a["overflow"] >= b["overflow"] for a, b in itertools.pairwise(slots))
+
+    def test_the_spread_decides_and_the_seed_which_lists_of_a_trace(self, run: Run, synthetic_trace: Path):
+        def lines(*options: object) -> str:
+            return run("balance", "--csv", "-", *options)[1]
+
+        assert lines() == lines()
+        assert lines("--cv", 0) != lines()
+        assert lines(synthetic_trace) == lines(synthetic_trace)
+        assert lines(synthetic_trace, "--seed", 1) != lines(synthetic_trace)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--shape", "8k"), "shape '8k' is not like 8kx32"),
+            (("--cv", 9), "take a smaller CV or a longer context"),
+            (("--cv", "nan"), "CV nan is not a number"),
+            (("--kept", 0), "kept fraction 0 is not in (0, 1]"),
+            (("--multiprocessors", 0), "--multiprocessors and --resident must be positive"),
+            (("--resident", -1), "must be positive"),
+            (("--page-size", 0), "--page-size must be positive"),
+            (("--seed", -1), "'--seed'"),
+            (("--figure", "f.gif"), "must end in .png"),
+            (("none",), "no trace at none"),
+        ],
+    )
+    def test_bad_arguments(self, run: Run, options: tuple[object, ...], message: str):
+        assert message in refused(run, "balance", *options)
+
+    def test_bad_policies_and_traces(self, run: Run, synthetic_trace: Path, tmp_path: Path):
+        assert "did you mean 'coverage'" in refused(
+            run, "balance", synthetic_trace, "--policy", "mvar/coverag:0.9"
+        )
+        assert "--estimators exact,mvar,quest" in refused(
+            run, "balance", synthetic_trace, "--policy", "quest/coverage:0.9"
+        )
+        alone = synthetic.write(tmp_path / "t", synthetic.Shape(requests=2, steps=1))
+        assert "no request has two steps" in refused(run, "balance", alone)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -79,6 +80,13 @@ def figure(table: pl.DataFrame) -> Figure:
     for shape, ax in zip(shapes, axes[0], strict=True):
         plot(table.filter(pl.col("shape") == shape), ax)
     axes[0, 0].set_ylabel("microseconds a layer")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    drawn.legend(handles, labels, frameon=False, loc="outside right center")
+    # A method may be missing at one shape and there at another.
+    named: dict[str, Artist] = {}
+    for ax in axes[0]:
+        handles, labels = ax.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    order = [title for title in TITLES.values() if title in named]
+    drawn.legend(
+        handles=[named[title] for title in order], labels=order, frameon=False, loc="outside right center"
+    )
     return drawn

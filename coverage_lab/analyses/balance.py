@@ -258,7 +258,7 @@ def slots_from_before(
 
 
 def margin_for(previous: np.ndarray, counts: np.ndarray, overflow: float) -> float:
-    """Return the least margin with which at most this share of the lists overflows."""
+    """Return the growth over one step that at most this share of the lists exceeds: a margin that will do."""
     return float(np.quantile(counts / previous, 1 - overflow, method="higher"))
 
 

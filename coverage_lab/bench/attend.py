@@ -16,11 +16,13 @@ from coverage_lab.bench.check import attention_error
 from coverage_lab.bench.layers import Layer, how_many, lists_of, make, spread
 from coverage_lab.bench.shapes import Geometry, Shape
 from coverage_lab.bench.timing import host_seconds_a_call, seconds_a_call
+from coverage_lab.errors import CoverageLabError
 from coverage_lab.kernels.attend import reference
 from coverage_lab.kernels.baselines import Baseline, baselines
 from coverage_lab.kernels.baselines.page_sets import every_page
-from coverage_lab.kernels.decode import Attend, backend
+from coverage_lab.kernels.device import backend
 from coverage_lab.kernels.lists import pack
+from coverage_lab.kernels.ragged import Attend
 
 if TYPE_CHECKING:
     from coverage_lab.policies.policy import Policy
@@ -48,7 +50,9 @@ class AttendOptions:
         Whose page counts give further lists, as `policy` keeps them.
     policy : Policy, optional
     baselines : sequence of str
-        Names; those that can't run here are left out.
+        Names.
+    strict : bool
+        Whether a baseline that fails ends the run; else it is left out.
     seed : int
     """
 
@@ -59,7 +63,11 @@ class AttendOptions:
     trace: Trace | None = None
     policy: Policy | None = None
     baselines: Sequence[str] = ()
+    strict: bool = True
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        lengths.check_kept(self.kept)
 
 
 def run(
@@ -108,16 +116,25 @@ def _shape(
             }
         )
 
-    whole = np.full(rows, pages)
-    dense = [ATTEND_DENSE, *(name for name in options.baselines if baselines.get(name).dense)]
-    for method in dense:
-        say(f"{shape}: {method}")
-        record(method, "all", _time(method, layers, *every_page(layers[0].cache), geometry), whole)
+    def time(method: str, listed: str, lists: tuple[Tensor, Tensor], counts: np.ndarray) -> None:
+        say(f"{shape}: {method}" + (f", lists {listed}" if listed != "all" else ""))
+        try:
+            record(method, listed, _time(method, layers, *lists, geometry), counts)
+        except (CoverageLabError, RuntimeError, ValueError) as error:
+            if method in (ATTEND, ATTEND_DENSE):
+                raise
+            reason = str(error).partition("\n")[0]
+            if options.strict:
+                raise CoverageLabError(f"baseline {method} at {shape}: {reason}") from error
+            say(f"{shape}: left out {method} ({reason})")
+
+    every = every_page(layers[0].cache)
+    for method in [ATTEND_DENSE, *(name for name in options.baselines if baselines.get(name).dense)]:
+        time(method, "all", every, np.full(rows, pages))
     for listed, counts in drawn.items():
         lists = lists_of(layers[0].cache, counts.reshape(shape.batch, -1), options.seed)
         for method in [ATTEND, *(name for name in options.baselines if not baselines.get(name).dense)]:
-            say(f"{shape}: {method}, lists {listed}")
-            record(method, listed, _time(method, layers, *lists, geometry), counts)
+            time(method, listed, lists, counts)
     return records
 
 

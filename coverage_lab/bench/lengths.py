@@ -49,8 +49,7 @@ def drawn(rows: int, pages: int, kept: float, cv: float, seed: int) -> np.ndarra
     NoSuchLists
         If lists of so few pages can't spread so much.
     """
-    if not 0 < kept <= 1:
-        raise CoverageLabError(f"kept fraction {kept:g} is not in (0, 1]")
+    check_kept(kept)
     if not cv >= 0:
         raise CoverageLabError(f"CV {cv:g} is not a number from 0 on")
     least = min(LEAST, pages)
@@ -73,9 +72,15 @@ def drawn(rows: int, pages: int, kept: float, cv: float, seed: int) -> np.ndarra
     if abs(_cv(found) - cv) > 0.01 + 0.5 / found.mean():
         raise NoSuchLists(
             f"{rows} lists of {least} to {pages} pages that keep {kept:g} of them reach "
-            f"{_cv(lengths(widest)):.2f}; take a longer context"
+            f"{_cv(lengths(widest)):.2f}; take a smaller CV or a longer context"
         )
     return np.random.default_rng(seed).permutation(found)
+
+
+def check_kept(kept: float) -> None:
+    """Raise CoverageLabError if this is no fraction of the pages."""
+    if not 0 < kept <= 1:
+        raise CoverageLabError(f"kept fraction {kept:g} is not in (0, 1]")
 
 
 def _cv(values: np.ndarray) -> float:

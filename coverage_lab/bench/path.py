@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ def _shape(
 ) -> list[dict[str, Any]]:
     say(f"{shape}: layers")
     layers, paths = prepared(options, shape, options.gamma, device)
-    gamma = gamma_for(paths[0], layers[0], wanted)
+    gamma = gamma_for(paths, layers, wanted)
     for path in paths:
         path.gamma = gamma
     outs = [path(layer.query).clone() for layer, path in zip(layers, paths, strict=True)]
@@ -82,7 +82,8 @@ def _shape(
         if name == FA3_DENSE and baselines.get(name).missing(layers[0].cache) is not None:
             continue
         dense = [attention_call(name, layer, *lists) for layer in layers]
-        attention_error(name, dense[0](), layers[0], *lists)
+        for at in (0, -1):
+            attention_error(name, dense[at](), layers[at], *lists)
         timed[name] = list(dense)
     records = []
     for stage, calls in timed.items():
@@ -93,12 +94,14 @@ def _shape(
     return [{**record, "dense_over": dense_us / record["us"]} for record in records]
 
 
-def gamma_for(path: DecodePath, layer: Layer, wanted: float) -> float:
-    """Return the coverage at which a path keeps this fraction of the pages."""
-    log_mass = path.estimate(layer.query)
+def gamma_for(paths: Sequence[DecodePath], layers: Sequence[Layer], wanted: float) -> float:
+    """Return the coverage at which paths keep this fraction of the pages, over all layers."""
+    masses = [path.estimate(layer.query) for path, layer in zip(paths, layers, strict=True)]
+    cache = paths[0].cache
     low, high = 0.0, 1.0
-    for _ in range(24):
+    for _ in range(20):
         middle = (low + high) / 2
-        counts = step_reference.select(log_mass, path.cache, middle, None)[1]
-        low, high = (middle, high) if counts.float().mean() < wanted * path.cache.max_pages else (low, middle)
+        kept = [step_reference.chosen(mass, cache, middle, None)[1].float().mean() for mass in masses]
+        enough = float(sum(kept)) >= wanted * cache.max_pages * len(masses)
+        low, high = (low, middle) if enough else (middle, high)
     return high

@@ -138,10 +138,19 @@ def enough(calls: Sequence[Callable[[], object]], device: torch.device) -> list[
 
 
 def sorted_lists(log_mass: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """Return page lists and counts by sorting, in plain torch: what Select stands in for (appendix A)."""
-    ordered = log_mass.softmax(-1).mean(1).sort(descending=True)
-    missing = ordered.values.cumsum(-1) - ordered.values < gamma
-    return to_lists(torch.zeros_like(missing).scatter(1, ordered.indices, missing))
+    """Return page lists and counts by sorting, in plain torch: what Select stands in for (appendix A).
+
+    `log_mass` is `[rows, G, pages]`, the rows of one length.
+    """
+    shares = log_mass.softmax(-1).mean(1)
+    # The sink and the current page come first, whatever their shares.
+    ranked = shares.clone()
+    ranked[:, [0, -1]] += 2
+    order = ranked.argsort(-1, descending=True)
+    mass = shares.gather(-1, order)
+    kept = mass.cumsum(-1) - mass < gamma
+    kept[:, :2] = True
+    return to_lists(torch.zeros_like(kept).scatter(1, order, kept))
 
 
 def check_lists(path: DecodePath, query: Tensor) -> int:
@@ -154,7 +163,7 @@ def check_lists(path: DecodePath, query: Tensor) -> int:
     """
     log_mass = path.estimate(query)
     path.select()
-    pages, counts = step_reference.select(log_mass, path.cache, path.gamma, path.count)
+    pages, counts = step_reference.chosen(log_mass, path.cache, path.gamma, path.count)
     rows = min(ROWS_CHECKED, path.cache.rows)
     place = torch.arange(pages.shape[1], device=pages.device)
     same = (path.pages.flatten(0, 1) == pages) | (place >= counts[:, None])

@@ -44,9 +44,10 @@ def balance(
     geometry, where = Geometry(kv_heads=kv_heads, page_size=page_size), Shape.parse(shape)
     pages, rows = geometry.pages(where), geometry.rows(where)
     gpu = analysis.Gpu(multiprocessors=multiprocessors, resident=resident, page_size=page_size)
+    parsed = parse_policy(policy)
     steps = None
     if trace is not None:
-        found, parsed = Trace(trace), parse_policy(policy)
+        found = Trace(trace)
         counts = lengths.of_trace(found, parsed, where.batch, kv_heads, pages, seed).ravel()
         steps = lengths.neighbouring_steps(found, parsed)
     else:

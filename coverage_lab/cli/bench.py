@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-GPU_SHAPES = "8kx32,32kx16,64kx8,128kx4"
+GPU_SHAPES = "8kx32,32kx16,64kx8,131kx4"
 CPU_SHAPES = "2kx2"
 
 Shapes = Annotated[
@@ -89,8 +89,9 @@ def attend(
         kept=kept,
         cvs=numbers(cv, "--cv"),
         trace=Trace(trace) if trace else None,
-        policy=parse_policy(policy) if trace else None,
+        policy=parse_policy(policy),
         baselines=_baselines(baselines, place, geometry, quiet),
+        strict=baselines is not None,
         seed=seed,
     )
     records = _run(lambda say: bench.run(options, place, say), quiet)
@@ -248,7 +249,8 @@ def _set_up(
     from coverage_lab.bench.shapes import Geometry, Shape
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.kernels.cache import check_geometry
-    from coverage_lab.kernels.decode import MOST_ROWS, backend
+    from coverage_lab.kernels.device import backend
+    from coverage_lab.kernels.ragged import MOST_ROWS
 
     try:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

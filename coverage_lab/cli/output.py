@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from coverage_lab.errors import CoverageLabError
 
@@ -81,21 +82,21 @@ def print_table(
     """
     left_out: list[str] = []
     while True:
-        drawn = _table(title, columns, rows, left_out)
+        drawn = _table(columns, rows, left_out)
         natural = Measurement.get(screen, screen.options.update(width=10_000), drawn).maximum
         if natural <= screen.width or len(left_out) == len(droppable):
             break
         left_out.append(droppable[len(left_out)])
+    # A title of the table's own would be broken to its width.
+    screen.print(Text(title, style="bold"), soft_wrap=True)
     screen.print(drawn)
     if left_out:
         names = ", ".join(" ".join(name.split()) for name in left_out)
         screen.print(f"Left out, for want of width: {names}. --json and --csv have them.", highlight=False)
 
 
-def _table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[str]
-) -> Table:
-    drawn = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[str]) -> Table:
+    drawn = Table(box=SIMPLE_HEAD)
     shown = [place for place, column in enumerate(columns) if column not in left_out]
     for place in shown:
         drawn.add_column(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,13 @@ from coverage_lab.kernels.estimate.reference import (
     mvar_log_mass,
     quest_log_mass,
 )
+from coverage_lab.kernels.lists import pack
 from coverage_lab.kernels.select.reference import coverage_counts, rank, take
 from coverage_lab.kernels.summarize.reference import page_box, page_moments
 from coverage_lab.pages import Rows
+
+if TYPE_CHECKING:
+    from coverage_lab.kernels.decode import Step
 
 
 def summary_places(cache: PagedCache, request: int, pages: range) -> Tensor:
@@ -24,11 +30,9 @@ def summary_places(cache: PagedCache, request: int, pages: range) -> Tensor:
     return request * cache.max_pages + index if cache.table is None else cache.table[request].long()[index]
 
 
-def summarize(cache: PagedCache, kind: str, summary: Tensor, filled_only: bool = False) -> None:
-    """Write the summaries of all full pages, or of those alone that the latest token has filled.
-
-    `summary` is `[physical pages, KV heads, 2, D]`.
-    """
+def summarize(step: Step, filled_only: bool = False) -> None:
+    """Write the summaries of all full pages, or of those alone that the latest token has filled."""
+    cache, summary = step.cache, step.summary
     for request in range(cache.batch):
         keys, _ = cache.tokens(request)
         count, rest = divmod(keys.shape[1], cache.page_size)
@@ -36,25 +40,24 @@ def summarize(cache: PagedCache, kind: str, summary: Tensor, filled_only: bool =
         if first < count:
             whole = keys[:, first * cache.page_size : count * cache.page_size].float()
             pages = whole.unflatten(1, (count - first, cache.page_size))
-            halves = torch.stack((page_box if kind == "quest" else page_moments)(pages), 2)
+            halves = torch.stack((page_box if step.estimator == "quest" else page_moments)(pages), 2)
             summary[summary_places(cache, request, range(first, count))] = halves.transpose(0, 1).to(summary)
 
 
-def estimate(query: Tensor, cache: PagedCache, kind: str, scale: float, summary: Tensor) -> Tensor:
-    """Return log masses `[rows, G, pages]` float32: sink and current page exact, the rest estimated."""
-    found = torch.full((cache.rows, query.shape[1] // cache.kv_heads, cache.max_pages), -torch.inf)
-    found = found.to(query.device)
+def estimate(step: Step, query: Tensor) -> None:
+    """Write the log masses, sink and current page exact, and the summary of a page that was filled."""
+    cache, kind, found = step.cache, step.estimator, step.log_mass.fill_(-torch.inf)
     size = cache.page_size
     for request in range(cache.batch):
         keys, _ = cache.tokens(request)
-        scaled = scale * query[request].float().unflatten(0, (cache.kv_heads, -1))
+        scaled = step.scale * query[request].float().unflatten(0, (cache.kv_heads, -1))
         last = -(-keys.shape[1] // size) - 1
         rows = found[request * cache.kv_heads : (request + 1) * cache.kv_heads]
         for page in {0, last} if last >= 0 else ():
             part = keys[:, page * size : (page + 1) * size].float()
             rows[..., page : page + 1] = exact_log_mass(scaled, part, size)
         if last > 1:
-            held = summary[summary_places(cache, request, range(1, last))].float().transpose(0, 1)
+            held = step.summary[summary_places(cache, request, range(1, last))].float().transpose(0, 1)
             halves = held[:, :, 0], held[:, :, 1]
             if kind == "mean":
                 rows[..., 1:last] = mean_log_mass(scaled, halves[0], size)
@@ -62,13 +65,29 @@ def estimate(query: Tensor, cache: PagedCache, kind: str, scale: float, summary:
                 rows[..., 1:last] = (mvar_log_mass if kind == "mvar" else quest_log_mass)(
                     scaled, *halves, size
                 )
-    return found
+    summarize(step, filled_only=True)
 
 
-def select(
+def select(step: Step) -> None:
+    """Write the lists that the budget makes of the log masses."""
+    cache, budget = step.cache, float(step.budget)
+    gamma, count = (None, int(budget)) if step.by_count else (budget, None)
+    pages, counts = chosen(step.log_mass, cache, gamma, count)
+    step.pages.copy_(pages.view_as(step.pages))
+    packed = pack(cache, step.pages, counts.view_as(step.lists.counts))
+    step.lists.counts.copy_(packed.counts)
+    step.lists.entries.copy_(packed.entries)
+    seen = -(-cache.lengths.long() // cache.page_size).repeat_interleave(cache.kv_heads)
+    step.reads.add_(torch.stack([counts, seen], 1))
+
+
+def chosen(
     log_mass: Tensor, cache: PagedCache, gamma: float | None, count: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return `[rows, pages]` int32 lists, sink first and current page last, and `[rows]` int32 counts."""
+    """Return what a coverage or else a count keeps, by sorting.
+
+    `[rows, pages]` int32 lists, sink first and current page last, and `[rows]` int32 counts.
+    """
     n_pages = (-(-cache.lengths.long() // cache.page_size)).repeat_interleave(cache.kv_heads)
     numbers = torch.arange(cache.rows, device=log_mass.device)
     rows = Rows(

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from coverage_lab.kernels.attend import reference as attend_reference
 from coverage_lab.kernels.cache import PagedCache
-from coverage_lab.kernels.decode import Attend, DecodePath, attend
+from coverage_lab.kernels.decode import DecodePath
 from coverage_lab.kernels.estimate import reference as estimate_reference
 from coverage_lab.kernels.lists import pack
 from coverage_lab.kernels.merge import reference as merge_reference
+from coverage_lab.kernels.ragged import Attend, attend
 from coverage_lab.kernels.select.reference import coverage_counts, rank
 from coverage_lab.kernels.summarize import reference as summarize_reference
 from coverage_lab.pages import Rows
@@ -239,7 +240,7 @@ class TestPath:
     def test_log_masses(self, device: str, estimator: Any, layout: str):
         case = make(layout, (1, 32, 250, 96), device=device)
         path = DecodePath(case.cache, case.query.shape[1], gamma=0.9, estimator=estimator)
-        path._summary.fill_(NAN)
+        path._step.summary.fill_(NAN)
         path.summarize()
         found = path.estimate(case.query).cpu()
         for row, wanted in enumerate(log_masses(case, estimator)):
@@ -301,11 +302,11 @@ class TestPath:
     def test_the_step_that_fills_a_page_summarizes_it(self, device: str):
         case = make("HND", (47, 64), device=device)
         path = DecodePath(case.cache, case.query.shape[1], gamma=0.9)
-        path._summary.fill_(NAN)
+        path._step.summary.fill_(NAN)
         path.estimate(case.query)
         held = case.cache.table[1, 3].item()  # type: ignore[index]
-        assert not path._summary[held].isnan().any()
-        assert path._summary.isnan().flatten(1).all(1).sum() == len(path._summary) - 1
+        assert not path._step.summary[held].isnan().any()
+        assert path._step.summary.isnan().flatten(1).all(1).sum() == len(path._step.summary) - 1
 
 
 def check_lists(case: Case, path: DecodePath, gamma: float = 0.0, count: int = 0) -> tuple[int, int]:
@@ -346,7 +347,7 @@ class TestWithoutKernels:
             monkeypatch.setenv("TRITON_INTERPRET", interpret)
             path = DecodePath(case.cache, case.query.shape[1], estimator=estimator, **budget)
             assert path.backend == backend
-            path._summary.fill_(0.0)
+            path._step.summary.fill_(0.0)
             path.summarize()
             ran[backend] = path, path(case.query)
         (kernels, found), (plain, wanted) = ran["triton"], ran["reference"]
@@ -356,7 +357,7 @@ class TestWithoutKernels:
         kept[1] = False  # a request without tokens
         assert torch.equal(kernels.pages[kept], plain.pages[kept])
         assert torch.equal(kernels.lists.entries[kept], plain.lists.entries[kept])
-        assert (kernels._summary - plain._summary).abs().max() < 2e-3
+        assert (kernels._step.summary - plain._step.summary).abs().max() < 2e-3
         close(found, wanted.double())
 
 

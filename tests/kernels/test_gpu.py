@@ -16,10 +16,11 @@ from coverage_lab.bench.shapes import Geometry, Shape
 from coverage_lab.kernels.attend import reference as attend_reference
 from coverage_lab.kernels.baselines.page_sets import every_page
 from coverage_lab.kernels.cache import PagedCache
-from coverage_lab.kernels.decode import Attend, DecodePath
+from coverage_lab.kernels.decode import DecodePath
 from coverage_lab.kernels.estimate.reference import exact_log_mass, group_shares, mvar_log_mass
 from coverage_lab.kernels.lists import pack
-from coverage_lab.kernels.step_reference import select
+from coverage_lab.kernels.ragged import Attend
+from coverage_lab.kernels.step_reference import chosen
 from coverage_lab.kernels.summarize.reference import page_moments
 
 pytestmark = pytest.mark.gpu
@@ -59,12 +60,12 @@ def test_the_table_of_shapes(page_size: int, head_dim: int, group: int):
     layer = layer_of(Shape(40 * page_size + 5, 5), geometry)
     out = torch.full_like(layer.query, NAN)
     path = DecodePath(layer.cache, 3 * group, gamma=0.9)
-    path._summary.fill_(NAN)
+    path._step.summary.fill_(NAN)
     path.log_mass.fill_(NAN)
     path.lists.entries.fill_(-1)
     path.summarize()
     path(layer.query, out)
-    same_lists(path, *select(path.log_mass, layer.cache, 0.9, None))
+    same_lists(path, *chosen(path.log_mass, layer.cache, 0.9, None))
     attention_error("the path", out, layer, path.pages, path.counts)
     assert 2 < path.counts.float().mean() < 40
 
@@ -77,7 +78,7 @@ def test_rows_of_any_length(pages: int, requests: int):
         path = DecodePath(layer.cache, 8, **budget)
         path.summarize()
         out = path(layer.query, torch.full_like(layer.query, NAN))
-        same_lists(path, *select(path.log_mass, layer.cache, path.gamma, path.count))
+        same_lists(path, *chosen(path.log_mass, layer.cache, path.gamma, path.count))
         attention_error("the path", out, layer, path.pages, path.counts)
 
 
@@ -87,7 +88,7 @@ def test_as_many_rows_as_are_possible():
     path = DecodePath(layer.cache, 32, gamma=0.9)
     path.summarize()
     out = path(layer.query, torch.full_like(layer.query, NAN))
-    same_lists(path, *select(path.log_mass, layer.cache, 0.9, None))
+    same_lists(path, *chosen(path.log_mass, layer.cache, 0.9, None))
     attention_error("the path", out, layer, path.pages, path.counts)
 
 
@@ -107,7 +108,7 @@ def test_64_of_64_lists_are_those_of_a_float32_reference_of_estimate_and_rule():
         mass[..., 1:127] = mvar_log_mass(scaled, means[:, 1:], variances[:, 1:], 64)
         masses.append(mass)
     assert group_shares(torch.cat(masses)).shape == (64, 128)
-    same_lists(path, *select(torch.cat(masses), layer.cache, 0.98, None))
+    same_lists(path, *chosen(torch.cat(masses), layer.cache, 0.98, None))
 
 
 @pytest.mark.parametrize("shape", ["8kx4", "32kx2"])

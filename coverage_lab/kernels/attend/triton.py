@@ -3,14 +3,12 @@
 The grid is fixed. Each block reads the page counts of all rows, lays the rows end to end, and takes an equal
 part of the pages: no block waits for a longer one, whatever the counts are, and no host is asked. A row that
 lies within one block is written at once; of a row that several blocks share, each writes a partial result,
-and the last to arrive merges them. A block shares at most two rows with others, the one it begins with and
-the one it ends with, so there are two places for partial results a block.
+and `merge` puts them together. A block shares at most two rows with others, the one it begins with and the
+one it ends with, so there are two places for partial results a block.
 """
 
 import triton
 import triton.language as tl
-
-from coverage_lab.kernels.merge.triton import merge_row
 
 
 @triton.jit
@@ -18,32 +16,6 @@ def load_query(query, row, kv_heads, query_batch, query_head, head, channel, GRO
     """Return the queries of a row, `[GROUP_TILE, DIM_TILE]`."""
     first = query + (row // kv_heads).to(tl.int64) * query_batch + (row % kv_heads) * GROUP * query_head
     return tl.load(first + head[:, None] * query_head + channel[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def finish_row(
-    parts,
-    log_sums,
-    out,
-    arrivals,
-    row,
-    start,
-    pages,
-    per_block,
-    GROUP: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    PARTS_TILE: tl.constexpr,
-):
-    """Say that this block has done its part of a row, and merge the row if all others have."""
-    first = start // per_block
-    last = (start + pages - 1) // per_block
-    if first < last:
-        before = tl.atomic_add(arrivals + row, 1, sem="acq_rel")
-        if before == last - first:
-            merge_row(parts, log_sums, out, row, first, last, GROUP, HEADS_TILE, DIM, DIM_TILE, PARTS_TILE)
-            tl.store(arrivals + row, 0)
 
 
 @triton.jit
@@ -56,7 +28,8 @@ def attend_kernel(
     out,
     parts,
     log_sums,
-    arrivals,
+    first_page,
+    share,
     scale_log2,
     query_batch,
     query_head,
@@ -78,10 +51,12 @@ def attend_kernel(
     PAGE: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     LEAST: tl.constexpr,
-    HEADS_TILE: tl.constexpr,
-    PARTS_TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        # All blocks run at once, so those of the merge can come and wait: they read nothing meanwhile.
+        tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
     every_row = tl.arange(0, ROWS_TILE)
     pages = tl.load(counts + every_row, mask=every_row < rows, other=0)
@@ -89,6 +64,8 @@ def attend_kernel(
     total = tl.sum(pages, 0)
     # LEAST pages a block at least: small steps are not cut into crumbs.
     per_block = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
+    if block == 0:
+        tl.store(share, per_block)
     place = block * per_block
     stop = tl.minimum(place + per_block, total)
     if place >= stop:
@@ -96,11 +73,6 @@ def attend_kernel(
     row = tl.sum((ends <= place).to(tl.int32), 0)
     index = place - tl.sum(tl.where(every_row < row, pages, 0), 0)
     entered = index
-    first_row = row
-    first_start = place - index
-    # Found here and not carried through the loop, which would then no longer be pipelined.
-    last_row = tl.sum((ends < stop).to(tl.int32), 0)
-    last_start = tl.sum(tl.where(every_row < last_row, pages, 0), 0)
 
     head = tl.arange(0, GROUP_TILE)
     channel = tl.arange(0, DIM_TILE)
@@ -110,7 +82,6 @@ def attend_kernel(
     q = load_query(query, row, kv_heads, query_batch, query_head, head, channel, GROUP, heads)
     entry = tl.load(lists + row.to(tl.int64) * list_row + index)
     row_pages = tl.load(counts + row)
-    first_pages = row_pages
     best = tl.full([GROUP_TILE], -1e30, tl.float32)
     mass = tl.zeros([GROUP_TILE], tl.float32)
     sums = tl.zeros([GROUP_TILE, DIM_TILE], tl.float32)
@@ -154,6 +125,8 @@ def attend_kernel(
                 slot = (2 * block + (entered == 0).to(tl.int32)) * GROUP + head
                 tl.store(parts + slot[:, None] * DIM + channel[None, :], result, mask=heads)
                 tl.store(log_sums + slot, best + tl.log2(mass), mask=head < GROUP)
+            if entered == 0:
+                tl.store(first_page + row, i - index)
             entered = 0
             q = load_query(query, next_row, kv_heads, query_batch, query_head, head, channel, GROUP, heads)
             best = tl.full([GROUP_TILE], -1e30, tl.float32)
@@ -163,15 +136,3 @@ def attend_kernel(
         index = next_index
         row_pages = next_pages
         entry = next_entry
-
-    # What this block wrote must be seen by whoever merges.
-    tl.debug_barrier()
-    finish_row(
-        parts, log_sums, out, arrivals, first_row, first_start, first_pages, per_block,
-        GROUP, HEADS_TILE, DIM, DIM_TILE, PARTS_TILE,
-    )  # fmt: skip
-    if last_row != first_row:
-        finish_row(
-            parts, log_sums, out, arrivals, last_row, last_start, tl.load(counts + last_row), per_block,
-            GROUP, HEADS_TILE, DIM, DIM_TILE, PARTS_TILE,
-        )  # fmt: skip

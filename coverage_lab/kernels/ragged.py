@@ -1,0 +1,147 @@
+"""Attention over ragged page lists (paper 3.3 and 3.5)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from coverage_lab.kernels.attend import reference
+from coverage_lab.kernels.cache import PagedCache, check_kernel, check_query
+from coverage_lab.kernels.device import backend, can_overlap, power_of_two
+from coverage_lab.kernels.lists import MOST_PAGES, PageLists, check_lists, pack
+
+# Pages a block of Attend reads at least.
+LEAST_PAGES = 4
+# Two blocks of Attend fit on a multiprocessor with their pipelines.
+BLOCKS_PER_MULTIPROCESSOR = 2
+MOST_ROWS = 4096
+
+
+class Attend:
+    """Attention over page lists, with everything it writes allocated once.
+
+    Parameters
+    ----------
+    cache : PagedCache
+        Its shape, device and dtype are those of every later call.
+    query_heads : int
+    scale : float, optional
+        Softmax scale; `1 / sqrt(D)` by default.
+    blocks : int, optional
+        Thread blocks; two a multiprocessor by default.
+    """
+
+    def __init__(
+        self, cache: PagedCache, query_heads: int, scale: float | None = None, blocks: int | None = None
+    ) -> None:
+        device = cache.key.device
+        if cache.rows > MOST_ROWS:
+            raise ValueError(
+                f"lengths: {cache.rows} rows (requests x KV heads); at most {MOST_ROWS} are possible"
+            )
+        if cache.physical_pages > MOST_PAGES:
+            raise ValueError(f"key: {cache.physical_pages} pages; at most {MOST_PAGES} can be addressed")
+        if query_heads < 1 or query_heads % cache.kv_heads:
+            raise ValueError(f"query_heads: {query_heads} is no multiple of {cache.kv_heads} KV heads")
+        self.scale = cache.head_dim**-0.5 if scale is None else scale
+        self.rows = cache.rows
+        self.group = query_heads // cache.kv_heads
+        if blocks is None:
+            blocks = 8
+            if device.type == "cuda":
+                processors = torch.cuda.get_device_properties(device).multi_processor_count
+                blocks = BLOCKS_PER_MULTIPROCESSOR * processors
+        self.blocks = blocks
+        self._parts = torch.empty(2 * blocks, self.group, cache.head_dim, device=device)
+        self._log_sums = torch.empty(2 * blocks, self.group, device=device)
+        self._first_page = torch.empty(cache.rows, dtype=torch.int32, device=device)
+        self._share = torch.empty(1, dtype=torch.int32, device=device)
+
+    def __call__(
+        self, query: Tensor, cache: PagedCache, lists: PageLists, out: Tensor | None = None
+    ) -> Tensor:
+        """Return `[B, query heads, D]`; nothing waits for the device."""
+        from coverage_lab.kernels.attend.triton import attend_kernel
+        from coverage_lab.kernels.merge.triton import merge_kernel
+
+        group = check_kernel(cache, query)
+        if (cache.rows, group, cache.head_dim) != (self.rows, self.group, self._parts.shape[2]):
+            raise ValueError(
+                f"cache: {cache.rows} rows of {group} heads of {cache.head_dim}; the workspace is for "
+                f"{self.rows} of {self.group} of {self._parts.shape[2]}"
+            )
+        if out is None:
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        elif (out.shape, out.dtype, out.device) != (query.shape, query.dtype, query.device):
+            raise ValueError(f"out: {tuple(out.shape)} {out.dtype} on {out.device} is not like the query")
+        elif not out.is_contiguous():
+            raise ValueError("out: must be contiguous")
+        sizes = {"GROUP": group, "DIM": cache.head_dim, "DIM_TILE": power_of_two(cache.head_dim)}
+        overlap = can_overlap(query.device)
+        attend_kernel[(self.blocks,)](
+            query,
+            cache.key,
+            cache.value,
+            lists.entries,
+            lists.counts,
+            out,
+            self._parts,
+            self._log_sums,
+            self._first_page,
+            self._share,
+            self.scale * math.log2(math.e),
+            query.stride(0),
+            query.stride(1),
+            *cache.key_strides,
+            *cache.value_strides,
+            lists.entries.stride(1),
+            cache.rows,
+            cache.kv_heads,
+            **sizes,
+            GROUP_TILE=16,
+            PAGE=cache.page_size,
+            ROWS_TILE=power_of_two(cache.rows),
+            LEAST=LEAST_PAGES,
+            STAGES=_stages(cache),
+            OVERLAP=overlap,
+            num_warps=4,
+        )
+        # Its blocks are there when Attend ends, and wait for nothing but that.
+        merge_kernel[(cache.rows, group)](
+            self._parts,
+            self._log_sums,
+            lists.counts,
+            self._first_page,
+            self._share,
+            out,
+            **sizes,
+            PARTS_TILE=16,
+            OVERLAP=overlap,
+            num_warps=2,
+            **({"launch_pdl": True} if overlap else {}),
+        )
+        return out
+
+
+def attend(
+    query: Tensor, cache: PagedCache, pages: Tensor, counts: Tensor, scale: float | None = None
+) -> Tensor:
+    """Return attention over the page lists of any selector (paper 3.5).
+
+    Parameters are those of `attend.reference.attend`; off the GPU that is what runs. For many calls of one
+    shape keep an `Attend`, which allocates once.
+    """
+    check_query(cache, query)
+    check_lists(cache, pages, counts)
+    scale = cache.head_dim**-0.5 if scale is None else scale
+    if backend(query.device) == "reference":
+        return reference.attend(query, cache, pages, counts, scale)
+    return Attend(cache, query.shape[1], scale)(query, cache, pack(cache, pages, counts))
+
+
+def _stages(cache: PagedCache) -> int:
+    """How many pages are under way: as many as leave room for two blocks on a multiprocessor."""
+    bytes_a_page = 2 * 2 * cache.page_size * power_of_two(cache.head_dim)
+    return max(2, min(5, 1 + 72 * 1024 // bytes_a_page))
