@@ -1,9 +1,9 @@
-"""Write the tables of the README from the committed results.
+"""Write the tables of the README and of docs/ from the committed results.
 
     python benchmarks/tables.py [--check]
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; `--check` changes nothing and fails
-where the README differs.
+where a page differs.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def main() -> None:
@@ -25,11 +25,12 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    before = README.read_text(encoding="utf-8")
-    after = fill(before)
-    if options.check:
-        sys.exit("README.md is not what `python benchmarks/tables.py` writes" if after != before else 0)
-    README.write_text(after, encoding="utf-8")
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        after = fill(before)
+        if options.check and after != before:
+            sys.exit(f"{page.relative_to(ROOT)} is not what `python benchmarks/tables.py` writes")
+        page.write_text(after, encoding="utf-8")
 
 
 def fill(text: str) -> str:
@@ -42,9 +43,8 @@ def fill(text: str) -> str:
     )
 
 
-def load(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return result
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def percent(value: float) -> str:
@@ -132,11 +132,142 @@ def costs() -> str:
     )
 
 
+# Lists of the attention table, and its methods from left to right.
+LISTS = ("0", "0.5", "1", "1.2", "trace")
+METHODS = {
+    "attend": "ours",
+    "fa3-varlen": "FA3 varlen",
+    "fa3-padded": "FA3 padded",
+    "fa3-buckets": "FA3 buckets",
+    "fa3-shared": "FA3, one list a layer",
+    "flashinfer": "FlashInfer",
+}
+
+
+def attention() -> str:
+    records = load("attend_h200")["records"]
+    of = {(line["shape"], line["lists"], line["method"]): line for line in records}
+    rows = []
+    for shape in dict.fromkeys(line["shape"] for line in records):
+        for listed in LISTS:
+            ours = of[shape, listed, "attend"]
+            name = f"{shape}, {'trace' if listed == 'trace' else f'CV {listed}'}"
+            rows.append(
+                [
+                    name,
+                    percent(ours["kept"]),
+                    *(f"{of[shape, listed, method]['us']:.0f}" for method in METHODS),
+                    f"{of[shape, listed, 'flashinfer']['plan_us']:.0f}",
+                    f"{of[shape, 'all', 'fa3-dense']['us']:.0f}",
+                    f"{ours['over_floor']:.2f}",
+                ]
+            )
+    header = ["lists", "kept", *METHODS.values(), "its host plan", "FA3 dense", "ours over the floor"]
+    return markdown(header, rows)
+
+
+def selection() -> str:
+    records = load("select_h200")["records"]
+    of = {(line["shape"], line["stage"]): line for line in records}
+    rows = []
+    for shape in dict.fromkeys(line["shape"] for line in records):
+        first = of[shape, "estimate"]
+        stages = ("estimate", "select", "estimate+select", "sort")
+        times = [f"{of[shape, stage]['us']:.1f}" for stage in stages]
+        rows.append([shape, str(first["pages"]), percent(first["kept"]), f"{first['cv']:.2f}", *times])
+    header = ["shape", "pages", "kept", "CV", "Estimate", "Select", "both", "a rule that sorts"]
+    return markdown(header, rows)
+
+
+# Attention path over FA3 (paper 5.5.4 and Table 4), and the aim of this project.
+PATHS = {"8kx32": ("1.70", 1.9), "32kx16": ("2.5", 2.6), "64kx8": ("3.9", 4.4), "131kx4": ("4.19", 4.7)}
+
+
+def path() -> str:
+    records = load("path_h200")["records"]
+    of = {(line["shape"], line["stage"]): line for line in records}
+    rows = []
+    for shape in dict.fromkeys(line["shape"] for line in records):
+        whole = of[shape, "path"]
+        stages = ("estimate+select", "attend+merge", "path", "fa3-dense")
+        times = [f"{of[shape, stage]['us']:.0f}" for stage in stages]
+        ratio = f"{whole['dense_over']:.2f}"
+        rows.append([shape, percent(whole["kept"]), f"{whole['cv']:.2f}", *times, ratio, PATHS[shape][0]])
+    header = [
+        "shape",
+        "kept",
+        "CV",
+        "Estimate, Select",
+        "Attend, Merge",
+        "path",
+        "FA3 dense",
+        "ratio",
+        "paper",
+    ]
+    return markdown(header, rows)
+
+
+def aims() -> str:
+    attended = load("attend_h200")["records"]
+    ours = [line for line in attended if line["method"] == "attend" and line["lists"] != "trace"]
+    shapes = list(dict.fromkeys(line["shape"] for line in ours))
+    rows = []
+    for shape in shapes:
+        over = [line["over_floor"] for line in ours if line["shape"] == shape]
+        aim = 1.20 if shape == shapes[0] else 1.08
+        name = f"Attend over the floor, {shape}"
+        rows.append([name, f"at most {aim:.2f}", f"{min(over):.2f}-{max(over):.2f}"])
+    for shape in shapes:
+        times = [line["us"] for line in ours if line["shape"] == shape]
+        name = f"slowest over fastest CV, {shape}"
+        rows.append([name, "at most 1.05", f"{max(times) / min(times):.2f}"])
+    for line in load("select_h200")["records"]:
+        if line["stage"] == "estimate+select":
+            name = f"Estimate and Select, us, {line['shape']}"
+            rows.append([name, "at most 15", f"{line['us']:.1f}"])
+    for line in load("path_h200")["records"]:
+        if line["stage"] == "path":
+            name = f"FA3 dense over the path, {line['shape']}"
+            rows.append([name, f"at least {PATHS[line['shape']][1]}", f"{line['dense_over']:.2f}"])
+    return markdown(["what", "aim", "measured"], rows)
+
+
+def division() -> str:
+    rows = [
+        [
+            line["title"],
+            f"{line['blocks']:,}",
+            f"{line['reads']:.2f}",
+            f"{line['over_even']:.2f}",
+            "yes" if line["host"] else "no",
+        ]
+        for line in load("balance")
+        if line["table"] == "division"
+    ]
+    header = ["scheme", "blocks", "pages read over selected", "time over an even division", "host must know"]
+    return markdown(header, rows)
+
+
+def slots() -> str:
+    rows = [
+        [f"{line['margin']:g}", percent(line["overflow"]), f"{line['reserve']:.2f}"]
+        for line in load("balance")
+        if line["table"] == "slots"
+    ]
+    return markdown(["margin", "lists that overflow", "slots over pages needed"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "guarantee": guarantee,
     "reads": reads,
     "variation": variation,
     "costs": costs,
+    "attention": attention,
+    "selection": selection,
+    "path": path,
+    "aims": aims,
+    "division": division,
+    "slots": slots,
 }
 
 

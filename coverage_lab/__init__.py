@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from coverage_lab.collectors.collect import CollectOptions, collect
     from coverage_lab.collectors.models import load_model
     from coverage_lab.errors import CoverageLabError
+    from coverage_lab.kernels.cache import PagedCache
+    from coverage_lab.kernels.decode import DecodePath
+    from coverage_lab.kernels.ragged import attend
     from coverage_lab.policies.budgets import budgets
     from coverage_lab.policies.compare import compare
     from coverage_lab.policies.estimators import estimators
@@ -23,9 +26,12 @@ __version__ = "0.1.0"
 __all__ = [
     "CollectOptions",
     "CoverageLabError",
+    "DecodePath",
+    "PagedCache",
     "Policy",
     "Trace",
     "__version__",
+    "attend",
     "budgets",
     "collect",
     "compare",
@@ -39,8 +45,11 @@ __all__ = [
 _LAZY = {
     "CollectOptions": ("coverage_lab.collectors.collect", "CollectOptions"),
     "CoverageLabError": ("coverage_lab.errors", "CoverageLabError"),
+    "DecodePath": ("coverage_lab.kernels.decode", "DecodePath"),
+    "PagedCache": ("coverage_lab.kernels.cache", "PagedCache"),
     "Policy": ("coverage_lab.policies.policy", "Policy"),
     "Trace": ("coverage_lab.trace", "Trace"),
+    "attend": ("coverage_lab.kernels.ragged", "attend"),
     "budgets": ("coverage_lab.policies.budgets", "budgets"),
     "collect": ("coverage_lab.collectors.collect", "collect"),
     "compare": ("coverage_lab.policies.compare", "compare"),

@@ -53,7 +53,8 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         part = drawn.filter(pl.col("method") == method).sort("cv")
         look = {"color": colours[method], "label": title}
         if part.height:
-            ax.plot(part["cv"], part["us"], "o-", ms=4, lw=2.2 if method == "attend" else 1.2, **look)
+            ours = {"lw": 2.2, "zorder": 3} if method == "attend" else {"lw": 1.2}
+            ax.plot(part["cv"], part["us"], "o-", ms=4, **ours, **look)
         for us in real.filter(pl.col("method") == method)["us"]:
             ax.plot([beyond], [us], "D", ms=5, **({"color": colours[method]} if part.height else look))
         for us in dense.filter(pl.col("method") == method)["us"]:
