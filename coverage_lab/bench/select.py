@@ -145,7 +145,8 @@ def sorted_lists(log_mass: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     shares = log_mass.softmax(-1).mean(1)
     # The sink and the current page come first, whatever their shares.
     ranked = shares.clone()
-    ranked[:, [0, -1]] += 2
+    for forced in (0, -1):
+        ranked[:, forced] += 2
     order = ranked.argsort(-1, descending=True)
     mass = shares.gather(-1, order)
     kept = mass.cumsum(-1) - mass < gamma

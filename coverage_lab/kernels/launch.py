@@ -18,6 +18,9 @@ ESTIMATE_STAGES = 3
 # Thresholds a pass of Select, and warps a block, by pages of a row: measured on an H200.
 SELECT_SIZES = ((512, 8, 4), (1024, 4, 4), (4096, 4, 8), (1 << 30, 2, 16))
 
+# Rows of so many pages are read to their capacity, before their length is known: one wait instead of two.
+MOST_EAGER = 2048
+
 
 def summarize(step: Step) -> None:
     """Write the summaries of all full pages."""
@@ -105,5 +108,6 @@ def select(step: Step) -> None:
         THRESHOLDS=thresholds,
         BY_COUNT=step.by_count,
         HAS_TABLE=cache.table is not None,
+        EAGER=width <= MOST_EAGER,
         num_warps=warps,
     )

@@ -38,15 +38,20 @@ def estimate_kernel(
     KIND: tl.constexpr,
 ):
     row = tl.program_id(0)
-    # Parts 0 and 1 read the keys of the sink and of the current page; the others share the summaries
-    # between them evenly.
+    # Parts 0 and 1 read the keys of the sink and of the current page; the others take the tiles of summaries
+    # between them in turn.
     part = tl.program_id(1)
     request = row // kv_heads
     kv_head = row % kv_heads
+    # Where the first tile lies is asked for before the length is known: one wait instead of two.
+    begin = tl.maximum(part - 2, 0) * PAGES_TILE
+    offset = tl.arange(0, PAGES_TILE)
+    mapped = table + request.to(tl.int64) * table_row
+    home = begin + offset
+    if HAS_TABLE:
+        home = tl.load(mapped + home, mask=home < max_pages, other=0)
     length = tl.load(lengths + request)
     last = tl.cdiv(length, PAGE) - 1
-    share = tl.cdiv(tl.cdiv(last, PAGES_TILE), tl.num_programs(1) - 2) * PAGES_TILE
-    begin = tl.maximum(part - 2, 0) * share
     if (last < 0) | ((part == 1) & (last == 0)) | ((part >= 2) & (begin >= last)):
         return
     head = tl.arange(0, GROUP_TILE)
@@ -62,7 +67,6 @@ def estimate_kernel(
         other=0.0,
     )
     masses = log_mass + row.to(tl.int64) * mass_row + head[:, None] * mass_head
-    mapped = table + request.to(tl.int64) * table_row
     if part < 2:
         token = tl.arange(0, PAGE)
         exact = part * last
@@ -100,11 +104,8 @@ def estimate_kernel(
         elif KIND == "quest":
             above = tl.where(q > 0, q, zero)
             below = tl.where(q < 0, q, zero)
-        offset = tl.arange(0, PAGES_TILE)
-        home = begin + offset
-        if HAS_TABLE:
-            home = tl.load(mapped + home, mask=home < last, other=0)
-        for first_page in tl.range(begin, tl.minimum(begin + share, last), PAGES_TILE, num_stages=STAGES):
+        stride = (tl.num_programs(1) - 2) * PAGES_TILE
+        for first_page in tl.range(begin, last, stride, num_stages=STAGES):
             page = first_page + offset
             known = (page > 0) & (page < last)
             place = home.to(tl.int64)
@@ -114,7 +115,7 @@ def estimate_kernel(
             wanted = known[:, None] & inside[None, :]
             first = tl.load(tile, mask=wanted, other=0.0)
             # Where the next summaries lie is known one iteration ahead, so that they can be fetched early.
-            home = page + PAGES_TILE
+            home = page + stride
             if HAS_TABLE:
                 home = tl.load(mapped + home, mask=home < last, other=0)
             if KIND == "mean":

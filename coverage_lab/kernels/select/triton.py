@@ -30,6 +30,7 @@ def select_kernel(
     THRESHOLDS: tl.constexpr,
     BY_COUNT: tl.constexpr,
     HAS_TABLE: tl.constexpr,
+    EAGER: tl.constexpr,
 ):
     row = tl.program_id(0)
     request = row // kv_heads
@@ -49,9 +50,10 @@ def select_kernel(
         head = start + tl.arange(0, HEADS_TILE)
         mass = tl.load(
             log_mass + row.to(tl.int64) * mass_row + head[:, None] * mass_head + place[None, :],
-            mask=(head < GROUP)[:, None] & valid[None, :],
+            mask=(head < GROUP)[:, None] & (place < list_row if EAGER else valid)[None, :],
             other=float("-inf"),
         )
+        mass = tl.where(valid[None, :], mass, float("-inf"))
         weight = tl.exp(mass - tl.maximum(tl.max(mass, 1), -1e30)[:, None])
         total = tl.maximum(tl.sum(weight, 1), 1e-30)
         share += tl.sum(weight / total[:, None], 0)
