@@ -241,7 +241,7 @@ def division() -> str:
             f"{line['over_even']:.2f}",
             "yes" if line["host"] else "no",
         ]
-        for line in load("balance")
+        for line in load("balance")["records"]
         if line["table"] == "division"
     ]
     header = ["scheme", "blocks", "pages read over selected", "time over an even division", "host must know"]
@@ -251,7 +251,7 @@ def division() -> str:
 def slots() -> str:
     rows = [
         [f"{line['margin']:g}", percent(line["overflow"]), f"{line['reserve']:.2f}"]
-        for line in load("balance")
+        for line in load("balance")["records"]
         if line["table"] == "slots"
     ]
     return markdown(["margin", "lists that overflow", "slots over pages needed"], rows)

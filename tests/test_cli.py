@@ -170,7 +170,7 @@ BENCHES = {
 
 @pytest.fixture
 def _one_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coverage_lab.bench.timing.CPU_REPEATS", 1)
+    monkeypatch.setattr("coverage_lab.bench.timing.CLOCKED", 1)
 
 
 @pytest.mark.usefixtures("_one_repeat")
@@ -188,12 +188,20 @@ class TestBench:
     ):
         code, out, err = run(*BENCHES[name])
         assert code == 0
-        geometry = "2 KV heads of 2 query heads, D 64, 16-token pages, float16"
-        assert " ".join(out.split()).startswith(f"{title}: {geometry}")
+        geometry = "2 KV heads, 2 query heads each, D 64, 16-token pages, float16"
+        assert out.startswith(f"{title} (Triton's interpreter): {geometry}\n")
         assert column in out
         first = err.splitlines()[0]
-        assert "no GPU that the kernels run on" in first
-        assert "plain torch is timed, which says nothing about them" in first
+        assert first == "no GPU: Triton's interpreter is timed, which says nothing about the kernels"
+
+    def test_plain_torch_is_not_taken_for_the_kernels(self, run: Run, tmp_path: Path):
+        """Where no kernel runs, title and records say so, also without the notices."""
+        options = ("--cv", 0, "--dtype", "bfloat16", "--json", tmp_path / "a.json", "-q")
+        _, out, err = run(*ATTEND, *options)
+        assert out.startswith("Attention, one layer (plain torch, not the kernels): ")
+        assert err == ""
+        document = json.loads((tmp_path / "a.json").read_text())
+        assert {record["backend"] for record in document["records"]} == {document["backend"]} == {"reference"}
 
     @pytest.mark.parametrize("name", BENCHES)
     def test_json(self, run: Run, tmp_path: Path, name: str):
@@ -202,7 +210,8 @@ class TestBench:
         code, out, err = run(*BENCHES[name], "--json", "-", "--csv", csv, "-q")
         assert (code, err) == (0, "")
         document = json.loads(out)
-        assert set(document) == {"benchmark", "command", "machine", "geometry", "records"}
+        keys = {"benchmark", "command", "machine", "backend", "geometry", "records"}
+        assert set(document) == keys | ({"left_out"} if name == "attend" else set())
         assert document["benchmark"] == name
         words = shlex.split(document["command"])
         assert words == ["coverage-lab", *map(str, BENCHES[name]), "--json", "-", "--csv", str(csv), "-q"]
@@ -234,7 +243,7 @@ class TestBench:
             ("trace", "attend"),
         ]
         assert "left out: fa3-dense (needs an NVIDIA GPU)" in err
-        assert "256x2: left out CV 3 (" in err
+        assert "256x2: left out CV 3: " in err
 
     @pytest.mark.parametrize(
         ("baselines", "methods"),
@@ -251,8 +260,8 @@ class TestBench:
             (("--shapes", "8kb32"), "shape '8kb32' is not like 8kx32"),
             (("--shapes", ","), "names no shape"),
             (("--shapes", "16x3000"), "6000 rows (requests x KV heads); at most 4096"),
-            (("--head-dim", 48), "head dimension 48 is not one of"),
-            (("--page-size", 8), "page size 8 is not one of"),
+            (("--head-dim", 48), "--head-dim: 48 is not one of"),
+            (("--page-size", 8), "--page-size: 8 is not one of"),
             (("--group", 17), "17 query heads a KV head; 1 to 16 are possible"),
             (("--kv-heads", 0), "--kv-heads must be positive"),
             (("--dtype", "float32"), "--dtype float32 is not one of bfloat16, float16"),
@@ -321,19 +330,22 @@ class TestBalance:
         code, out, _ = run("balance", synthetic_trace, "--shape", "8kx4", "--kv-heads", 2, "--page-size", 16)
         assert code == 0
         assert "8 lists at 8kx4" in out
-        assert "Slots sized from the step before" in out
         # 4 requests of 4 layers of 2 KV heads, 7 pairs of the 8 steps each.
-        assert "224 pairs of steps; 2.4% overflow at a margin of" in out
+        assert "Slots sized from the step before, 224 pairs of steps (paper: 40% overflow; 2.4% with" in out
 
     def test_json_holds_both_tables(self, run: Run, synthetic_trace: Path):
         options = ("--multiprocessors", 4, "--resident", 1, "--json", "-")
         _, out, _ = run("balance", synthetic_trace, *options)
-        records = json.loads(out)
+        document = json.loads(out)
+        assert document["lists"]["rows"] == 128
+        records = document["records"]
         division = {r["scheme"]: r for r in records if r["table"] == "division"}
         assert list(division) == ["rectangular", "buckets", "fa3", "flashinfer", "self-planning", "even"]
         assert division["even"]["blocks"] == 4
         slots = [r for r in records if r["table"] == "slots"]
-        assert [r["margin"] for r in slots] == [1.0, 1.25, 1.5, 1.77, 2.0]
+        assert [r["margin"] for r in slots[:4]] == [1.0, 1.25, 1.5, 2.0]
+        # And the margin that leaves as much overflow as the paper's.
+        assert slots[4]["overflow"] <= 0.024 < slots[0]["overflow"]
         assert all(a["overflow"] >= b["overflow"] for a, b in itertools.pairwise(slots))
 
     def test_the_spread_decides_and_the_seed_which_lists_of_a_trace(self, run: Run, synthetic_trace: Path):
@@ -370,5 +382,11 @@ class TestBalance:
         assert "--estimators exact,mvar,quest" in refused(
             run, "balance", synthetic_trace, "--policy", "quest/coverage:0.9"
         )
+
+    def test_one_step_has_none_before(self, run: Run, tmp_path: Path):
         alone = synthetic.write(tmp_path / "t", synthetic.Shape(requests=2, steps=1))
-        assert "no request has two steps" in refused(run, "balance", alone)
+        code, out, err = run("balance", alone, "--policy", "exact/coverage:0.9")
+        assert code == 0
+        assert "even split" in out
+        assert "Slots" not in out
+        assert err == "no request has two steps: nothing on slots sized from the step before\n"

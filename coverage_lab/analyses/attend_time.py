@@ -44,34 +44,36 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     import seaborn
 
     ax = ax or plt.gca()
-    colours = dict(zip(TITLES, seaborn.color_palette("colorblind", len(TITLES)), strict=True))
+    palette = seaborn.color_palette("colorblind")
+    colours = dict(zip(TITLES, [*palette[:6], "black", "0.6", palette[0]], strict=True))
     drawn = table.filter(~pl.col("lists").is_in(["all", "trace"]))
     real = table.filter(pl.col("lists") == "trace")
     dense = table.filter(pl.col("lists") == "all")
     beyond = max([0.0, *drawn["cv"].to_list()]) + 0.25
     for method, title in TITLES.items():
         part = drawn.filter(pl.col("method") == method).sort("cv")
-        look = {"color": colours[method], "label": title}
+        look: dict[str, Any] = {"color": colours[method], "label": title}
         if part.height:
-            ours = {"lw": 2.2, "zorder": 3} if method == "attend" else {"lw": 1.2}
+            ours: dict[str, Any] = {"lw": 2.2, "zorder": 3} if method == "attend" else {"lw": 1.2}
             ax.plot(part["cv"], part["us"], "o-", ms=4, **ours, **look)
         for us in real.filter(pl.col("method") == method)["us"]:
             ax.plot([beyond], [us], "D", ms=5, **({"color": colours[method]} if part.height else look))
         for us in dense.filter(pl.col("method") == method)["us"]:
             ax.axhline(us, ls="--", lw=1, **look)
     if real.height:
-        ticks = [tick for tick in (0, 0.25, 0.5, 0.75, 1, 1.25) if tick < beyond - 0.1]
+        ticks = [tick for tick in (0, 0.25, 0.5, 0.75, 1, 1.25) if tick < beyond - 0.2]
         ax.set_xticks([*ticks, beyond], [*(f"{tick:g}" for tick in ticks), "trace"])
     ax.set(xlabel="CV of list lengths", title=table["shape"][0])
     ax.set_ylim(bottom=0)
+    ax.set_xlim(-0.1, beyond + 0.1)
     ax.grid(axis="y", color="0.9")
     ax.set_axisbelow(True)
     seaborn.despine(ax=ax)
     return ax
 
 
-def figure(table: pl.DataFrame) -> Figure:
-    """Draw every shape side by side."""
+def figure(table: pl.DataFrame, title: str = "") -> Figure:
+    """Draw every shape side by side, a title above them."""
     import matplotlib.pyplot as plt
 
     shapes = table["shape"].unique(maintain_order=True).to_list()
@@ -81,6 +83,7 @@ def figure(table: pl.DataFrame) -> Figure:
     for shape, ax in zip(shapes, axes[0], strict=True):
         plot(table.filter(pl.col("shape") == shape), ax)
     axes[0, 0].set_ylabel("microseconds a layer")
+    drawn.suptitle(title)
     # A method may be missing at one shape and there at another.
     named: dict[str, Artist] = {}
     for ax in axes[0]:

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
+from coverage_lab.errors import CoverageLabError
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+# Colours of pages that a list holds, and of others that are read.
+READ = "#0173b2"
+PADDING = "tab:red"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +169,7 @@ def self_planning(counts: np.ndarray, gpu: Gpu) -> Blocks:
 def even_split(counts: np.ndarray, gpu: Gpu) -> Blocks:
     """This project's kernel: all lists end to end, cut into equal parts, one for each block that runs."""
     ends = counts.cumsum()
-    share = max(4, -(-int(ends[-1]) // gpu.slots))
+    share = max(4, -(-int(ends[-1]) // gpu.slots))  # LEAST_PAGES of kernels/ragged.py
     cuts = np.union1d(ends, np.arange(share, ends[-1] + share, share).clip(max=ends[-1]))
     starts = np.concatenate([[0], cuts[:-1]])
     row = np.searchsorted(ends, starts, side="right")
@@ -173,7 +180,7 @@ SCHEMES = {
     "rectangular": Scheme("rectangular grid", False, rectangular),
     "buckets": Scheme("buckets of powers of two", True, buckets),
     "fa3": Scheme("FA3 splits", False, fa3_splits, resident=1),
-    "flashinfer": Scheme("FlashInfer plan", True, flashinfer_plan),
+    "flashinfer": Scheme("FlashInfer plan", True, flashinfer_plan, resident=2),
     "self-planning": Scheme("self-planning (paper)", False, self_planning),
     "even": Scheme("even split (coverage-lab)", False, even_split),
 }
@@ -200,6 +207,8 @@ def compute(counts: np.ndarray, gpu: Gpu | None = None) -> pl.DataFrame:
     """
     gpu = gpu or Gpu()
     counts = np.asarray(counts, np.int64).ravel()
+    if not counts.size or counts.min() < 1:
+        raise CoverageLabError("lists of at least one page are needed")
     lines = []
     for name, scheme in SCHEMES.items():
         blocks = scheme.divide(counts, gpu)
@@ -227,7 +236,7 @@ def makespan(work: Sequence[int] | np.ndarray, slots: int) -> int:
 
 
 def slots_from_before(
-    previous: np.ndarray, counts: np.ndarray, margins: Sequence[float] = (1.0, 1.25, 1.5, 1.77, 2.0)
+    previous: np.ndarray, counts: np.ndarray, margins: Sequence[float] = (1.0, 1.25, 1.5, 2.0)
 ) -> pl.DataFrame:
     """Return what slots sized from the previous step cost (paper 2.2.2).
 
@@ -258,8 +267,11 @@ def slots_from_before(
 
 
 def margin_for(previous: np.ndarray, counts: np.ndarray, overflow: float) -> float:
-    """Return the growth over one step that at most this share of the lists exceeds: a margin that will do."""
-    return float(np.quantile(counts / previous, 1 - overflow, method="higher"))
+    """Return the least margin with which at most this share of the lists overflows."""
+    # A list fits once margin * previous is more than one page less than it needs.
+    fits = np.sort((counts - 1) / previous)
+    exceeding = min(int(overflow * len(fits)), len(fits) - 1)
+    return max(float(fits[len(fits) - 1 - exceeding]) * (1 + 1e-9), 1e-9)
 
 
 def plot(
@@ -287,11 +299,10 @@ def plot(
     blocks = SCHEMES[scheme].divide(counts, gpu or Gpu())
     order = np.argsort(counts, kind="stable")
     shown = order[np.unique(np.linspace(0, len(counts) - 1, bars).round().astype(int))]
-    colour = seaborn.color_palette("colorblind")[0]
     for place, row in enumerate(shown):
         bottom = 0
         for part in np.flatnonzero(blocks.row == row):
-            for height, fill in ((blocks.selected[part], colour), (blocks.padding[part], "tab:red")):
+            for height, fill in ((blocks.selected[part], READ), (blocks.padding[part], PADDING)):
                 if height:
                     ax.bar(place, height, 0.8, bottom, color=fill, edgecolor="white", linewidth=0.6)
                     bottom += height
@@ -304,11 +315,13 @@ def plot(
 def figure(counts: np.ndarray, gpu: Gpu | None = None) -> Figure:
     """Draw every scheme side by side on the same lists."""
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
-    drawn, axes = plt.subplots(
-        1, len(SCHEMES), figsize=(2.9 * len(SCHEMES), 3.4), sharey=True, layout="constrained"
-    )
+    size = 2.9 * len(SCHEMES) + 1.8, 3.4
+    drawn, axes = plt.subplots(1, len(SCHEMES), figsize=size, sharey=True, layout="constrained")
     for scheme, ax in zip(SCHEMES, axes, strict=True):
         plot(counts, scheme, ax, gpu)
     axes[0].set_ylabel("pages; a segment is a thread block")
+    handles = [Patch(color=READ, label="selected"), Patch(color=PADDING, label="read, though not selected")]
+    drawn.legend(handles=handles, frameon=False, loc="outside right center")
     return drawn

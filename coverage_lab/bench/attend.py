@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from coverage_lab.bench import lengths
 from coverage_lab.bench.check import attention_error
 from coverage_lab.bench.layers import Layer, how_many, lists_of, make, spread
 from coverage_lab.bench.shapes import Geometry, Shape
-from coverage_lab.bench.timing import host_seconds_a_call, seconds_a_call
+from coverage_lab.bench.timing import enough, host_seconds_a_call, seconds_a_call
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.kernels.attend import reference
 from coverage_lab.kernels.baselines import Baseline, baselines
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 
 ATTEND = "attend"
 ATTEND_DENSE = "attend-dense"
-# Calls in a graph at least: a decode step has some tens of layers, and its launch is paid for once.
-CALLS = 16
+FA3_DENSE = "fa3-dense"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +88,14 @@ def _shape(
         try:
             drawn[f"{cv:g}"] = lengths.drawn(rows, pages, options.kept, cv, options.seed)
         except lengths.NoSuchLists as error:
-            say(f"{shape}: left out CV {cv:g} ({error})")
+            say(f"{shape}: left out {error}")
     if options.trace is not None and options.policy is not None:
         real = lengths.of_trace(
             options.trace, options.policy, shape.batch, geometry.kv_heads, pages, options.seed
         )
         drawn["trace"] = real.ravel()
     count = how_many(int(options.kept * geometry.dense_bytes(shape)), 2 * geometry.dense_bytes(shape), device)
-    say(f"{shape}: {count} layers of {geometry.dense_bytes(shape) / 2**30:.2f} GiB")
+    say(f"{shape}: layers ({count}, {geometry.dense_bytes(shape) / 2**20:.1f} MiB each)")
     layers = make(shape, geometry, device, count, options.seed)
     records = []
 
@@ -112,6 +110,7 @@ def _shape(
                 "cv": spread(counts),
                 "kept": float(counts.mean() / pages),
                 "method": method,
+                "layers": len(layers),
                 **found,
             }
         )
@@ -157,8 +156,7 @@ def _time(
         attention_error(method, call(), layer, *read)
         for call, layer in ((calls[0], layers[0]), (calls[-1], layers[-1]))
     )
-    many = list(islice(cycle(calls), max(len(calls), CALLS))) if device.type == "cuda" else calls
-    seconds = seconds_a_call(many, device)
+    seconds = seconds_a_call(enough(calls, device), device)
     bytes_read = int(read[1].sum()) * geometry.page_bytes()
     return {
         "us": 1e6 * seconds,
@@ -182,7 +180,7 @@ def _baseline(method: str, layer: Layer, pages: Tensor, counts: Tensor) -> Basel
 
 def _attend(layer: Layer, pages: Tensor, counts: Tensor) -> Callable[[], Tensor]:
     query, cache = layer.query, layer.cache
-    if backend(query.device) == "reference" or query.device.type == "cpu":
+    if backend(query.device, query.dtype) == "reference":
         return lambda: reference.attend(query, cache, pages, counts, layer.scale)
     workspace, lists, out = Attend(cache, query.shape[1]), pack(cache, pages, counts), torch.empty_like(query)
     return lambda: workspace(query, cache, lists, out)
@@ -193,9 +191,10 @@ def compared(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Adds `of_dense_bandwidth`, the bandwidth over the best that a dense kernel reaches over the shapes (FA3
     where it ran, else our own); `over_floor`, the time over that of the selected bytes at this bandwidth;
-    `over_attend`, the time over our kernel's on the same lists, the host's plan left out.
+    `over_attend`, the time over our kernel's on the same lists, the host's plan left out; `dense_over`, the
+    time of the same dense kernel at this shape over this one's.
     """
-    dense = [record for record in records if record["method"] == "fa3-dense"]
+    dense = [record for record in records if record["method"] == FA3_DENSE]
     dense = dense or [record for record in records if record["method"] == ATTEND_DENSE]
     best = max(record["gbps"] for record in dense)
     ours = {
@@ -203,6 +202,10 @@ def compared(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for record in records
         if record["method"] in (ATTEND, ATTEND_DENSE)
     }
+    by_method = [
+        {r["shape"]: r["us"] for r in records if r["method"] == m} for m in (ATTEND_DENSE, FA3_DENSE)
+    ]
+    at_shape = by_method[0] | by_method[1]
     found = []
     for record in records:
         base = ours[record["shape"], record["lists"]]
@@ -212,6 +215,7 @@ def compared(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "of_dense_bandwidth": record["gbps"] / best,
                 "over_floor": record["us"] * best * 1e3 / base["bytes"],
                 "over_attend": record["us"] / base["us"],
+                "dense_over": at_shape[record["shape"]] / record["us"],
             }
         )
     return found

@@ -71,7 +71,7 @@ def drawn(rows: int, pages: int, kept: float, cv: float, seed: int) -> np.ndarra
     # Whole pages: short lists can't be as even, or as uneven, as any number asks.
     if abs(_cv(found) - cv) > 0.01 + 0.5 / found.mean():
         raise NoSuchLists(
-            f"{rows} lists of {least} to {pages} pages that keep {kept:g} of them reach "
+            f"CV {cv:g}: {rows} lists of {least} to {pages} pages that keep {kept:g} of them reach "
             f"{_cv(lengths(widest)):.2f}; take a smaller CV or a longer context"
         )
     return np.random.default_rng(seed).permutation(found)
@@ -137,13 +137,10 @@ def kept_fractions(trace: Trace, policy: Policy) -> list[np.ndarray]:
     return [np.concatenate(parts) for parts in blocks.values()]
 
 
-def neighbouring_steps(trace: Trace, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
+def neighbouring_steps(trace: Trace, policy: Policy) -> tuple[np.ndarray, np.ndarray] | None:
     """Return the pages that a policy keeps of each row of a trace, and of the same KV head one step later.
 
-    Raises
-    ------
-    CoverageLabError
-        If no request has two steps.
+    None if no request has two steps.
     """
     from coverage_lab.policies.evaluate import policy_counts
 
@@ -154,5 +151,5 @@ def neighbouring_steps(trace: Trace, policy: Policy) -> tuple[np.ndarray, np.nda
         before.append(pages[:, :-1].ravel())
         after.append(pages[:, 1:].ravel())
     if not sum(map(len, before)):
-        raise CoverageLabError(f"{trace.path}: no request has two steps, so none has a step before")
+        return None
     return np.concatenate(before), np.concatenate(after)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from coverage_lab import __version__
+from coverage_lab.kernels.baselines import fa3_op
 
 _VERSIONS = ("torch", "triton", "flashinfer-python", "vllm")
 # Fields of nvidia-smi: MHz, W, and the driver.
@@ -25,6 +27,10 @@ def describe(device: torch.device) -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    library = fa3_op.library()
+    if library is not None:
+        with library.open("rb") as file:
+            versions["fa3"] = f"sha256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
     if device.type != "cuda":
         return {"device": platform.processor() or platform.machine(), "versions": versions}
     properties = torch.cuda.get_device_properties(device)

@@ -8,19 +8,18 @@ from typing import Any
 
 import torch
 
-from coverage_lab.bench.attend import ATTEND_DENSE, attention_call
+from coverage_lab.bench.attend import ATTEND_DENSE, FA3_DENSE, attention_call
 from coverage_lab.bench.check import attention_error
 from coverage_lab.bench.layers import Layer, spread
 from coverage_lab.bench.select import (
     SelectOptions,
-    check_lists,
+    check_choice,
     described,
-    enough,
     prepared,
     stages,
 )
 from coverage_lab.bench.shapes import Shape
-from coverage_lab.bench.timing import seconds_a_call
+from coverage_lab.bench.timing import enough, seconds_a_call
 from coverage_lab.kernels import step_reference
 from coverage_lab.kernels.baselines import baselines
 from coverage_lab.kernels.baselines.page_sets import every_page
@@ -29,7 +28,6 @@ from coverage_lab.kernels.decode import DecodePath
 # Reads of Llama-3.1-8B at gamma 0.98 (paper, Table 3), by context in tokens.
 PAPER_READS = {8192: 0.42, 16384: 0.37, 32768: 0.31, 65536: 0.16, 131072: 0.15}
 OTHER_READS = 0.22
-FA3_DENSE = "fa3-dense"
 
 
 def run(
@@ -56,12 +54,14 @@ def _shape(
     for path in paths:
         path.gamma = gamma
     outs = [path(layer.query).clone() for layer, path in zip(layers, paths, strict=True)]
-    equal = check_lists(paths[0], layers[0].query)
+    equal = min(check_choice(paths[at], layers[at].query) for at in (0, -1))
     errors = [
         attention_error("the path", outs[at], layers[at], paths[at].pages, paths[at].counts) for at in (0, -1)
     ]
     pages = paths[0].cache.max_pages
     kept = sum(float(path.counts.float().mean()) for path in paths) / len(paths) / pages
+    if abs(kept - wanted) > 0.1 * wanted:
+        say(f"{shape}: keeps {kept:.1%}, since lists of whole pages can't keep {wanted:.1%}")
     metadata = {"mean": 1, "mvar": 2, "quest": 2}[options.estimator] / (2 * options.geometry.page_size)
     base = {
         **described(options.geometry, shape),
@@ -70,6 +70,7 @@ def _shape(
         "reads": kept + metadata,
         "cv": spread(paths[0].counts.cpu().numpy()),
         "rows_equal": equal,
+        "layers": len(layers),
         "error": max(errors),
     }
     timed = stages(layers, paths)

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from coverage_lab.errors import CoverageLabError
-
-# Contexts of so many k and less are named in 1,024s.
-MOST_BINARY = 128
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of requests of one context length."""
+    """A batch of requests of one context length.
+
+    Attributes
+    ----------
+    context, batch : int
+        Tokens of each request, and requests.
+    label : str
+        How it was written.
+    """
 
     context: int
     batch: int
+    label: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, text: str) -> Shape:
         """Read `8kx32` or `8192x32`: tokens of context, then requests.
 
-        A k is 1,024 tokens up to 128k; beyond, it is 1,000, to the nearest 1,024: 131k is 131,072.
+        A k is 1,024 tokens; only 131k, as the paper writes 131,072 tokens, is not 131 of them.
         """
-        match = re.fullmatch(r"(\d+)(k?)x(\d+)", text.strip().lower())
+        label = text.strip().lower()
+        match = re.fullmatch(r"(\d+)(k?)x(\d+)", label)
         if match is None or int(match[1]) == 0 or int(match[3]) == 0:
             raise CoverageLabError(f"shape {text!r} is not like 8kx32: tokens of context, then requests")
-        tokens = int(match[1])
-        if match[2]:
-            tokens = 1024 * (tokens if tokens <= MOST_BINARY else round(tokens * 1000 / 1024))
-        return cls(tokens, int(match[3]))
+        tokens = 131_072 if match[1] + match[2] == "131k" else int(match[1]) * (1024 if match[2] else 1)
+        return cls(tokens, int(match[3]), label)
 
     def __str__(self) -> str:
-        whole, rest = divmod(self.context, 1024)
-        if rest:
-            return f"{self.context}x{self.batch}"
-        return f"{whole if whole < MOST_BINARY else round(self.context / 1000)}kx{self.batch}"
+        return self.label or f"{self.context}x{self.batch}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,9 @@ def main() -> NoReturn:
     except Exception as error:
         if not hasattr(error, "format_message"):  # what the parser raises has one
             raise
-        print(f"error: {error.format_message().rstrip('.')}; see --help", file=sys.stderr)
+        message = error.format_message().rstrip(".")
+        if message:  # there is none where a command without arguments has shown its help
+            print(f"error: {message}; see --help", file=sys.stderr)
         sys.exit(2)
 
 

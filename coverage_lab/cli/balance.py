@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet
+
+PAPER_OVERFLOW = 0.024
+MOST_ROWS = 4096  # as the kernels
 
 
 def balance(
@@ -16,7 +21,9 @@ def balance(
         typer.Argument(metavar="[TRACE]", help="Trace whose page counts are taken; drawn lists without."),
     ] = None,
     policy: Annotated[str, typer.Option(help="Policy whose counts are taken.")] = "mvar/coverage:0.98",
-    shape: Annotated[str, typer.Option(help="Tokens of context x requests.")] = "32kx16",
+    shape: Annotated[
+        str, typer.Option(help="Tokens of context x requests; k is 1,024 (131k: 131,072).")
+    ] = "32kx16",
     kept: Annotated[float, typer.Option(help="Fraction of the pages that drawn lists keep.")] = 0.22,
     cv: Annotated[float, typer.Option(help="Spread of the lengths of drawn lists.")] = 0.75,
     kv_heads: Annotated[int, typer.Option(help="KV heads.")] = 8,
@@ -43,6 +50,9 @@ def balance(
         raise CoverageLabError("--multiprocessors and --resident must be positive")
     geometry, where = Geometry(kv_heads=kv_heads, page_size=page_size), Shape.parse(shape)
     pages, rows = geometry.pages(where), geometry.rows(where)
+    lengths.check_kept(kept)
+    if rows > MOST_ROWS:
+        raise CoverageLabError(f"shape {where} has {rows} rows; at most {MOST_ROWS} are possible")
     gpu = analysis.Gpu(multiprocessors=multiprocessors, resident=resident, page_size=page_size)
     parsed = parse_policy(policy)
     steps = None
@@ -50,16 +60,32 @@ def balance(
         found = Trace(trace)
         counts = lengths.of_trace(found, parsed, where.batch, kv_heads, pages, seed).ravel()
         steps = lengths.neighbouring_steps(found, parsed)
+        if steps is None and not quiet:
+            print("no request has two steps: nothing on slots sized from the step before", file=sys.stderr)
     else:
         counts = lengths.drawn(rows, pages, kept, cv, seed)
     table = analysis.compute(counts, gpu)
-    before = None if steps is None else analysis.slots_from_before(*steps)
+    before = None
+    if steps is not None:
+        # Beside round margins the one that leaves as much overflow as the paper's.
+        enough = analysis.margin_for(*steps, PAPER_OVERFLOW)
+        before = analysis.slots_from_before(*steps, [1.0, 1.25, 1.5, 2.0, enough])
     records = [{"table": "division", **line} for line in table.to_dicts()]
     if before is not None:
         records += [{"table": "slots", **line} for line in before.to_dicts()]
-    if not output.write_records(records, json, csv):
+    spread = counts.std() / counts.mean()
+    head = {
+        "analysis": "balance",
+        "command": shlex.join(["coverage-lab", *sys.argv[1:]]),
+        "lists": {
+            "rows": rows,
+            "pages": pages,
+            "kept": counts.mean() / pages,
+            "cv": counts.std() / counts.mean(),
+        },
+    }
+    if not output.write_records(records, json, csv, head):
         screen = output.console()
-        spread = counts.std() / counts.mean()
         title = (
             f"{rows} lists at {where}: {counts.mean() / pages:.1%} of {pages} pages, CV {spread:.2f}; "
             f"{multiprocessors} multiprocessors, {resident} blocks each"
@@ -83,7 +109,7 @@ def balance(
             ]
             for line in table.to_dicts()
         ]
-        output.print_table(screen, title, columns, lines)
+        output.print_table(screen, title, columns, lines, ["blocks", "most pages\nof a block"])
         if not quiet:
             screen.print(
                 "Time: until the last block ends, if a page takes the same time everywhere; 1 is an even "
@@ -93,18 +119,18 @@ def balance(
             )
         if steps is not None and before is not None:
             lines = [
-                [f"{line['margin']:g}", output.percent(line["overflow"]), output.number(line["reserve"], 2)]
+                [f"{line['margin']:.3g}", output.percent(line["overflow"]), output.number(line["reserve"], 2)]
                 for line in before.to_dicts()
             ]
             columns = ["margin", "lists that\noverflow", "slots over\npages needed"]
             output.print_table(
-                screen, "Slots sized from the step before (paper: 40%; 2.4% at 1.77)", columns, lines
+                screen,
+                (
+                    f"Slots sized from the step before, {len(steps[0]):,} pairs of steps "
+                    f"(paper: 40% overflow; {PAPER_OVERFLOW:.1%} with 1.77 times the slots needed)"
+                ),
+                columns,
+                lines,
             )
-            if not quiet:
-                needed = analysis.margin_for(*steps, 0.024)
-                screen.print(
-                    f"{len(steps[0]):,} pairs of steps; 2.4% overflow at a margin of {needed:.2f}.",
-                    highlight=False,
-                )
     if figure:
         output.save_figure(analysis.figure(counts, gpu), figure)

@@ -29,7 +29,7 @@ CPU_SHAPES = "2kx2"
 Shapes = Annotated[
     str | None,
     typer.Option(
-        help="Tokens of context x requests, comma-separated.",
+        help="Tokens of context x requests, comma-separated; k is 1,024 (131k: 131,072).",
         show_default=f"{GPU_SHAPES}; {CPU_SHAPES} without a GPU",
     ),
 ]
@@ -74,15 +74,17 @@ def attend(
     """Time attention over ragged page lists, ours and others' (the paper's Fig. 4 and Table 6)."""
     from coverage_lab.analyses import attend_time
     from coverage_lab.bench import attend as bench
+    from coverage_lab.bench.timing import has_graphs
     from coverage_lab.cli import output
     from coverage_lab.policies.policy import parse_policy
     from coverage_lab.trace import Trace
 
     output.check_outputs(json, csv, figure=figure)
-    place, shape_list, geometry = _set_up(
-        shapes, device, quiet, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size,
+    place, shape_list, geometry, notices = _set_up(
+        shapes, device, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size,
         dtype=dtype,
     )  # fmt: skip
+    others, left_out = _baselines(baselines, place, geometry)
     options = bench.AttendOptions(
         shapes=shape_list,
         geometry=geometry,
@@ -90,15 +92,16 @@ def attend(
         cvs=numbers(cv, "--cv"),
         trace=Trace(trace) if trace else None,
         policy=parse_policy(policy),
-        baselines=_baselines(baselines, place, geometry, quiet),
+        baselines=others,
         strict=baselines is not None,
         seed=seed,
     )
-    records = _run(lambda say: bench.run(options, place, say), quiet)
-    if not _write(records, "attend", geometry, place, json, csv):
+    notices += [f"left out: {name} ({reason})" for name, reason in left_out.items()]
+    records = _run(lambda say: bench.run(options, place, say), quiet, notices)
+    if not _write(records, "attend", geometry, place, json, csv, left_out=left_out):
         columns = [
             "shape", "lists", "CV", "kept", "method", "us", "host\nplan us", "GB/s", "of dense\nbandwidth",
-            "over\nfloor", "over\nattend",
+            "over\nfloor", "over\nattend", "dense\nover it",
         ]  # fmt: skip
         rows = [
             [
@@ -113,22 +116,29 @@ def attend(
                 output.percent(line["of_dense_bandwidth"]),
                 output.number(line["over_floor"], 2),
                 output.number(line["over_attend"], 2),
+                output.number(line["dense_over"], 2),
             ]
             for line in records
         ]
         screen = output.console()
         output.print_table(
-            screen, _title("Attention, one layer", geometry), columns, rows, ["of dense\nbandwidth"]
+            screen, _title("Attention, one layer", geometry, place), columns, rows, ["of dense\nbandwidth"]
         )
         if not quiet:
+            how = (
+                "median over CUDA graph replays, level-2 cache cold"
+                if has_graphs(place)
+                else "by the clock, since no graph can be captured"
+            )
             screen.print(
-                "us: median over CUDA graph replays, level-2 cache cold, results checked against float32. "
-                "Floor: the selected bytes at the best bandwidth that dense attention reaches here.",
+                f"us: {how}; results checked against float32. Floor: the selected bytes at the best "
+                "bandwidth of dense FA3 over the shapes, or of our own dense attention without it.",
                 highlight=False,
                 soft_wrap=True,
             )
     if figure:
-        output.save_figure(attend_time.figure(attend_time.to_frame(records)), figure)
+        title = _title("Attention, one layer", geometry, place)
+        output.save_figure(attend_time.figure(attend_time.to_frame(records), title), figure)
 
 
 @app.command()
@@ -157,10 +167,11 @@ def path(
     from coverage_lab.bench import path as bench
     from coverage_lab.bench.select import SelectOptions
     from coverage_lab.cli import output
+    from coverage_lab.errors import CoverageLabError
 
     output.check_outputs(json, csv)
-    place, shape_list, geometry = _set_up(
-        shapes, device, quiet, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size,
+    place, shape_list, geometry, notices = _set_up(
+        shapes, device, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size,
         dtype=dtype,
     )  # fmt: skip
     options = SelectOptions(
@@ -170,25 +181,26 @@ def path(
         estimator=estimator,  # type: ignore[arg-type]
         seed=seed,
     )
-    records = _run(lambda say: bench.run(options, place, say), quiet)
+    if len(options.reads) not in (0, 1, len(shape_list)):
+        raise CoverageLabError(f"--reads {reads}: give one, or one for each of the {len(shape_list)} shapes")
+    records = _run(lambda say: bench.run(options, place, say), quiet, notices)
     if not _write(records, "path", geometry, place, json, csv):
+        found = list(dict.fromkeys(line["shape"] for line in records))
         stages = list(dict.fromkeys(line["stage"] for line in records))
-        rows = []
-        for shape in dict.fromkeys(line["shape"] for line in records):
-            of = {line["stage"]: line for line in records if line["shape"] == shape}
-            first = of["path"]
-            rows.append(
-                [
-                    shape,
-                    output.percent(first["kept"]),
-                    output.number(first["cv"], 2),
-                    output.number(first["gamma"], 4),
-                    *(output.number(of[stage]["us"], 1) for stage in stages),
-                    output.number(first["dense_over"], 2),
-                ]
-            )
-        columns = ["shape", "kept", "CV", "gamma", *(f"{stage}\nus" for stage in stages), "dense\nover path"]
-        output.print_table(output.console(), _title("Decode path, one layer", geometry), columns, rows)
+        of = {(line["shape"], line["stage"]): line for line in records}
+        whole = [of[shape, "path"] for shape in found]
+        rows = [
+            ["kept", *(output.percent(line["kept"]) for line in whole)],
+            ["CV of list lengths", *(output.number(line["cv"], 2) for line in whole)],
+            ["gamma", *(output.number(line["gamma"], 4) for line in whole)],
+            *(
+                [f"{stage}, us", *(output.number(of[shape, stage]["us"], 1) for shape in found)]
+                for stage in stages
+            ),
+            ["dense over path", *(output.number(line["dense_over"], 2) for line in whole)],
+        ]
+        title = _title("Decode path, one layer", geometry, place)
+        output.print_table(output.console(), title, ["", *found], rows)
 
 
 @app.command()
@@ -212,8 +224,8 @@ def select(
     from coverage_lab.cli import output
 
     output.check_outputs(json, csv)
-    place, shape_list, geometry = _set_up(
-        shapes, device, quiet, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size,
+    place, shape_list, geometry, notices = _set_up(
+        shapes, device, kv_heads=kv_heads, group=group, head_dim=head_dim, page_size=page_size,
         dtype=dtype,
     )  # fmt: skip
     options = bench.SelectOptions(
@@ -223,7 +235,7 @@ def select(
         estimator=estimator,  # type: ignore[arg-type]
         seed=seed,
     )
-    records = _run(lambda say: bench.run(options, place, say), quiet)
+    records = _run(lambda say: bench.run(options, place, say), quiet, notices)
     if not _write(records, "select", geometry, place, json, csv):
         rows = [
             [
@@ -237,16 +249,16 @@ def select(
             for line in records
         ]
         columns = ["shape", "pages", "kept", "CV", "stage", "us"]
-        output.print_table(output.console(), _title("Selection, one layer", geometry), columns, rows)
+        output.print_table(output.console(), _title("Selection, one layer", geometry, place), columns, rows)
 
 
 def _set_up(
-    shapes: str | None, device: str | None, quiet: bool, **geometry: Any
-) -> tuple[torch.device, list[Shape], Geometry]:
-    """Return the device, shapes and geometry that options name."""
+    shapes: str | None, device: str | None, **geometry: Any
+) -> tuple[torch.device, list[Shape], Geometry, list[str]]:
+    """Return the device, shapes and geometry that options name, and what is to be said of them."""
     import torch
 
-    from coverage_lab.bench.shapes import Geometry, Shape
+    from coverage_lab.bench.shapes import DTYPES, Geometry, Shape
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.kernels.cache import check_geometry
     from coverage_lab.kernels.device import backend
@@ -264,10 +276,10 @@ def _set_up(
     try:
         check_geometry(layer.head_dim, layer.page_size, layer.group)
     except ValueError as error:
-        raise CoverageLabError(str(error)) from None
-    found = [
-        Shape.parse(text) for text in names(shapes or (GPU_SHAPES if place.type == "cuda" else CPU_SHAPES))
-    ]
+        name, _, fault = str(error).partition(": ")
+        raise CoverageLabError(f"--{name.replace('_', '-')}: {fault}") from None
+    default = GPU_SHAPES if place.type == "cuda" else CPU_SHAPES
+    found = list(dict.fromkeys(Shape.parse(text) for text in names(default if shapes is None else shapes)))
     if not found:
         raise CoverageLabError(f"--shapes {shapes!r} names no shape; try {CPU_SHAPES}")
     for shape in found:
@@ -276,43 +288,50 @@ def _set_up(
                 f"shape {shape} has {layer.rows(shape)} rows (requests x KV heads); "
                 f"at most {MOST_ROWS} are possible"
             )
-    if (place.type == "cpu" or backend(place) == "reference") and not quiet:
-        print(
-            "no GPU that the kernels run on: plain torch is timed, which says nothing about them",
-            file=sys.stderr,
-        )
-    return place, found, layer
+    runs, notices = backend(place, DTYPES[layer.dtype]), []
+    if place.type == "cpu":
+        what = "plain torch" if runs == "reference" else "Triton's interpreter"
+        notices = [f"no GPU: {what} is timed, which says nothing about the kernels"]
+    elif runs == "reference":
+        notices = ["this GPU has no bf16: plain torch is timed in place of the kernels"]
+    return place, found, layer, notices
 
 
-def _baselines(text: str | None, device: torch.device, geometry: Geometry, quiet: bool) -> list[str]:
-    """Return the baselines that can run; say on standard error which can't, and why."""
+def _baselines(
+    text: str | None, device: torch.device, geometry: Geometry
+) -> tuple[list[str], dict[str, str]]:
+    """Return the baselines that can run, and why the others can't."""
     from coverage_lab.bench.layers import make
     from coverage_lab.bench.shapes import Shape
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.kernels.baselines import baselines
 
     if text == "none":
-        return []
+        return [], {}
     cache = make(Shape(geometry.page_size, 1), geometry, device, 1, 0)[0].cache
-    found = []
-    for name in names(text) or baselines.names():
+    found, left_out = [], {}
+    for name in dict.fromkeys(names(text)) or baselines.names():
         reason = baselines.get(name).missing(cache)
         if reason is None:
             found.append(name)
         elif names(text):
             raise CoverageLabError(f"baseline {name}: {reason}")
-        elif not quiet:
-            print(f"left out: {name} ({reason})", file=sys.stderr)
-    return found
+        else:
+            left_out[name] = reason
+    return found, left_out
 
 
-def _run(work: Callable[[Callable[[str], None]], list[dict[str, Any]]], quiet: bool) -> list[dict[str, Any]]:
-    """Run a benchmark, saying on standard error what is under way."""
+def _run(
+    work: Callable[[Callable[[str], None]], list[dict[str, Any]]], quiet: bool, notices: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Run a benchmark, saying on standard error what is to be known and what is under way."""
     from rich.console import Console
 
-    console = Console(stderr=True)
     if quiet:
         return work(lambda line: None)
+    for notice in notices:
+        print(notice, file=sys.stderr, flush=True)
+    console = Console(stderr=True)
     if not console.is_terminal:
         return work(lambda line: print(line, file=sys.stderr, flush=True))
     with console.status("") as status:
@@ -326,24 +345,40 @@ def _write(
     device: torch.device,
     json: Path | None,
     csv: Path | None,
+    **more: Any,
 ) -> bool:
     """Write records where asked, the JSON with the machine; True if they went to standard output."""
     from dataclasses import asdict
 
     from coverage_lab.bench import machine
+    from coverage_lab.bench.shapes import DTYPES
     from coverage_lab.cli import output
+    from coverage_lab.kernels.device import backend
 
     head = {
         "benchmark": name,
         "command": shlex.join(["coverage-lab", *sys.argv[1:]]),
         "machine": machine.describe(device),
+        "backend": backend(device, DTYPES[geometry.dtype]),
         "geometry": asdict(geometry),
+        **more,
     }
-    return output.write_records(records, json, csv, head)
+    return output.write_records(
+        [{**record, "backend": head["backend"]} for record in records], json, csv, head
+    )
 
 
-def _title(what: str, geometry: Geometry) -> str:
+def _title(what: str, geometry: Geometry, device: torch.device) -> str:
+    """Return what was timed; where it was not the kernels on a GPU, it says so."""
+    from coverage_lab.bench.shapes import DTYPES
+    from coverage_lab.kernels.device import backend
+
+    runs = ""
+    if backend(device, DTYPES[geometry.dtype]) == "reference":
+        runs = " (plain torch, not the kernels)"
+    elif device.type == "cpu":
+        runs = " (Triton's interpreter)"
     return (
-        f"{what}: {geometry.kv_heads} KV heads of {geometry.group} query heads, D {geometry.head_dim}, "
-        f"{geometry.page_size}-token pages, {geometry.dtype}"
+        f"{what}{runs}: {geometry.kv_heads} KV heads, {geometry.group} query heads each, "
+        f"D {geometry.head_dim}, {geometry.page_size}-token pages, {geometry.dtype}"
     )

@@ -32,6 +32,8 @@ def console() -> Console:
 
 def check_outputs(*paths: Path | None, figure: Path | None = None) -> None:
     """Raise CoverageLabError for an output that can't be written, before any work is done."""
+    if paths.count(STDOUT) > 1:
+        raise CoverageLabError("--json - and --csv - can't both go to standard output; give one a file")
     for path in (*paths, figure):
         if path is not None and path != STDOUT and not path.absolute().parent.is_dir():
             raise CoverageLabError(f"no directory {path.parent} to write {path.name} into; make it first")
@@ -89,7 +91,8 @@ def print_table(
         left_out.append(droppable[len(left_out)])
     # A title of the table's own would be broken to its width.
     screen.print(Text(title, style="bold"), soft_wrap=True)
-    screen.print(drawn)
+    # What is still too wide goes over the edge, and is not cut.
+    screen.print(drawn, width=max(natural, screen.width), crop=False, no_wrap=True, overflow="ignore")
     if left_out:
         names = ", ".join(" ".join(name.split()) for name in left_out)
         screen.print(f"Left out, for want of width: {names}. --json and --csv have them.", highlight=False)

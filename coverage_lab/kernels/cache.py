@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ MAX_GROUP = 16
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class PagedCache:
     """Keys and values of a batch, read through strides; nothing is copied.
 
@@ -34,8 +35,13 @@ class PagedCache:
     page_size : int
         Tokens a page, S.
     kv_heads, head_dim : int
-    max_pages : int
-        Most pages of a request; `lengths` stay within it.
+    max_tokens : int
+        Most tokens of a request. Lengths beyond it count as this many, negative ones as none.
+
+    Raises
+    ------
+    ValueError
+        If tensors do not go together; the message begins with the argument's name.
     """
 
     key: Tensor
@@ -47,32 +53,25 @@ class PagedCache:
     page_size: int
     kv_heads: int
     head_dim: int
-    max_pages: int
+    max_tokens: int
 
     def __post_init__(self) -> None:
-        if self.page_size not in PAGE_SIZES:
+        if type(self.page_size) is not int or self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size: {self.page_size} is not one of {PAGE_SIZES}")
         for name, tensor in (("key", self.key), ("value", self.value)):
             if tensor.stride(-1) != 1:
                 raise ValueError(
                     f"{name}: the channels must be contiguous; their stride is {tensor.stride(-1)}"
                 )
+        if not self.key.dtype.is_floating_point:
+            raise ValueError(f"key: {self.key.dtype} is no floating-point type")
         if self.key.dtype != self.value.dtype or self.key.shape != self.value.shape:
             raise ValueError(
                 f"value: {tuple(self.value.shape)} {self.value.dtype} does not go with keys of "
                 f"{tuple(self.key.shape)} {self.key.dtype}"
             )
-        if self.lengths.dtype != torch.int32 or self.lengths.ndim != 1:
-            raise ValueError(
-                f"lengths: must be int32 [B], not {self.lengths.dtype} {tuple(self.lengths.shape)}"
-            )
-        if self.table is not None and (
-            self.table.dtype != torch.int32 or self.table.ndim != 2 or len(self.table) != len(self.lengths)
-        ):
-            raise ValueError(
-                f"table: must be int32 [{len(self.lengths)}, pages], not {self.table.dtype} "
-                f"{tuple(self.table.shape)}"
-            )
+        if self.max_tokens < 1 or self.kv_heads < 1:
+            raise ValueError(f"key: {tuple(self.key.shape)} has no room for a token")
         for name in ("value", "lengths", "table"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.key.device:
@@ -80,17 +79,25 @@ class PagedCache:
 
     @classmethod
     def contiguous(cls, key: Tensor, value: Tensor, lengths: Tensor, page_size: int = 64) -> PagedCache:
-        """Return the cache of `[B, KV heads, T, D]` tensors, as transformers keeps them."""
+        """Return the cache of tensors as transformers keeps them.
+
+        Parameters
+        ----------
+        key, value : Tensor
+            `[B, KV heads, T, D]`, T tokens at most; a static cache, since tensors are read where they lie.
+        lengths : Tensor
+            `[B]` int32: tokens of each request, the current one included.
+        page_size : int
+            Tokens a page.
+        """
         _check_dims(key, value)
         batch, kv_heads, tokens, head_dim = key.shape
-        if len(lengths) != batch:
-            raise ValueError(f"lengths: {len(lengths)} requests, the keys have {batch}")
+        _check_numbers("lengths", lengths, batch)
         key_strides, value_strides = (
             (t.stride(0), page_size * t.stride(2), t.stride(2), t.stride(1)) for t in (key, value)
         )
-        pages = -(-tokens // page_size)
         return cls(
-            key, value, key_strides, value_strides, lengths, None, page_size, kv_heads, head_dim, pages
+            key, value, key_strides, value_strides, lengths, None, page_size, kv_heads, head_dim, tokens
         )
 
     @classmethod
@@ -113,11 +120,28 @@ class PagedCache:
         _check_dims(key, value)
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout: {layout!r} is not NHD or HND")
+        _check_numbers("lengths", lengths, None)
+        _check_numbers("table", table, len(lengths), columns=True)
         token, head = (1, 2) if layout == "NHD" else (2, 1)
         key_strides, value_strides = ((0, t.stride(0), t.stride(token), t.stride(head)) for t in (key, value))
         size, kv_heads, head_dim = key.shape[token], key.shape[head], key.shape[3]
-        pages = table.shape[1]
-        return cls(key, value, key_strides, value_strides, lengths, table, size, kv_heads, head_dim, pages)
+        tokens = table.shape[1] * size
+        return cls(key, value, key_strides, value_strides, lengths, table, size, kv_heads, head_dim, tokens)
+
+    @property
+    def max_pages(self) -> int:
+        """Most pages of a request."""
+        return -(-self.max_tokens // self.page_size)
+
+    @property
+    def tokens_held(self) -> Tensor:
+        """Tokens of each request, `[B]` int64."""
+        return self.lengths.long().clamp(0, self.max_tokens)
+
+    @property
+    def pages_held(self) -> Tensor:
+        """Pages of each request, `[B]` int64; the last one may be partial."""
+        return -(-self.tokens_held // self.page_size)
 
     @property
     def batch(self) -> int:
@@ -136,7 +160,7 @@ class PagedCache:
 
     def tokens(self, request: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of one request, `[KV heads, T, D]` each; a copy, for references."""
-        length = int(self.lengths[request])
+        length = int(self.tokens_held[request])
         position = torch.arange(length, device=self.key.device)
         page = position // self.page_size
         if self.table is not None:
@@ -152,32 +176,69 @@ class PagedCache:
         return found[0], found[1]
 
 
+def _check_numbers(name: str, tensor: Tensor, count: int | None, columns: bool = False) -> None:
+    """Raise ValueError unless this is int32, `[count]` or `[count, columns]`, the last axis contiguous."""
+    wanted = f"[{'B' if count is None else count}{', pages' if columns else ''}]"
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: must be an int32 tensor {wanted}, not {type(tensor).__name__}")
+    if tensor.dtype != torch.int32 or tensor.ndim != 1 + columns or count not in (None, len(tensor)):
+        raise ValueError(f"{name}: must be int32 {wanted}, not {tensor.dtype} {tuple(tensor.shape)}")
+    if not tensor.numel():
+        raise ValueError(f"{name}: {tuple(tensor.shape)} holds nothing")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: its last axis must be contiguous; the stride is {tensor.stride(-1)}")
+
+
 def _check_dims(key: Tensor, value: Tensor) -> None:
     for name, tensor in (("key", key), ("value", value)):
         if tensor.ndim != 4:
             raise ValueError(f"{name}: must have 4 dimensions, not {tensor.ndim}")
 
 
-def check_kernel(cache: PagedCache, query: Tensor) -> int:
-    """Return the query heads a KV head, or raise ValueError for what the kernels can't take.
-
-    `query` is `[B, query heads, D]`.
-    """
+def check_kernel(cache: PagedCache, query_heads: int) -> int:
+    """Return the query heads a KV head, or raise ValueError for what the kernels can't take."""
     if cache.head_dim not in HEAD_DIMS:
         raise ValueError(f"key: head dimension {cache.head_dim} is not one of {HEAD_DIMS}")
     if cache.key.dtype not in DTYPES:
         raise ValueError(f"key: {cache.key.dtype} is not bfloat16 or float16")
-    return check_query(cache, query)
+    return check_heads(cache, query_heads)
+
+
+def check_heads(cache: PagedCache, query_heads: int, name: str = "query_heads") -> int:
+    """Return the query heads a KV head, or raise ValueError if they are not as many for each."""
+    group, rest = divmod(query_heads, cache.kv_heads)
+    if rest:
+        raise ValueError(f"{name}: {query_heads} heads are no multiple of {cache.kv_heads} KV heads")
+    if not 1 <= group <= MAX_GROUP:
+        raise ValueError(f"{name}: {group} heads for each KV head; 1 to {MAX_GROUP} are possible")
+    return group
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """Return the softmax scale, or raise ValueError if it is none."""
+    if scale is None:
+        return head_dim**-0.5
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale: {scale} is not a positive number")
+    return scale
+
+
+def check_out(out: Tensor, query: Tensor) -> None:
+    """Raise ValueError if a result for this query can't be written there."""
+    if (out.shape, out.dtype, out.device) != (query.shape, query.dtype, query.device):
+        raise ValueError(f"out: {tuple(out.shape)} {out.dtype} on {out.device} is not like the query")
+    if not out.is_contiguous():
+        raise ValueError("out: must be contiguous")
 
 
 def check_geometry(head_dim: int, page_size: int, group: int) -> None:
     """Raise ValueError for a geometry that the kernels can't take, before there are any tensors."""
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head dimension {head_dim} is not one of {HEAD_DIMS}")
+        raise ValueError(f"head_dim: {head_dim} is not one of {HEAD_DIMS}")
     if page_size not in PAGE_SIZES:
-        raise ValueError(f"page size {page_size} is not one of {PAGE_SIZES}")
+        raise ValueError(f"page_size: {page_size} is not one of {PAGE_SIZES}")
     if not 1 <= group <= MAX_GROUP:
-        raise ValueError(f"{group} query heads a KV head; 1 to {MAX_GROUP} are possible")
+        raise ValueError(f"group: {group} query heads a KV head; 1 to {MAX_GROUP} are possible")
 
 
 def check_query(cache: PagedCache, query: Tensor) -> int:
@@ -192,9 +253,4 @@ def check_query(cache: PagedCache, query: Tensor) -> int:
         raise ValueError(f"query: lies on {query.device}, the keys on {cache.key.device}")
     if query.stride(-1) != 1:
         raise ValueError(f"query: the channels must be contiguous; their stride is {query.stride(-1)}")
-    group, rest = divmod(query.shape[1], cache.kv_heads)
-    if rest or not 1 <= group <= MAX_GROUP:
-        raise ValueError(
-            f"query: {query.shape[1]} heads over {cache.kv_heads} KV heads; 1 to {MAX_GROUP} each will do"
-        )
-    return group
+    return check_heads(cache, query.shape[1], "query")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coverage_lab.kernels import launch, step_reference
 from coverage_lab.kernels.attend import reference as attend_reference
-from coverage_lab.kernels.cache import PagedCache, check_kernel, check_query
+from coverage_lab.kernels.cache import PagedCache, check_heads, check_out, check_query, check_scale
 from coverage_lab.kernels.device import backend
 from coverage_lab.kernels.lists import PageLists
 from coverage_lab.kernels.ragged import Attend
@@ -72,6 +72,10 @@ class Step:
 class DecodePath:
     """The four kernels as one call, with a workspace of its own; it can be captured in a CUDA graph.
 
+    Call `summarize` once after the prefill. From then on every step adds one token to a request at most, in
+    the cache's tensors and in `cache.lengths`, and the page that it fills is summarized on the way. After
+    any other change of the keys, `summarize` again.
+
     Without a GPU that the kernels can use, the references in plain torch serve (`backend` says which).
 
     Parameters
@@ -82,7 +86,8 @@ class DecodePath:
     gamma : float, optional
         Coverage of the rule, in (0, 1].
     count : int, optional
-        Pages of every list (the fixed-count mode) in place of `gamma`, sink and current page included.
+        Pages of every list (the fixed-count mode) in place of `gamma`; the sink and the current page are
+        always among them.
     estimator : {"mvar", "mean", "quest"}
     scale : float, optional
         Softmax scale; `1 / sqrt(D)` by default.
@@ -93,7 +98,13 @@ class DecodePath:
     log_mass : Tensor
         `[rows, G, pages]` float32: what the latest call estimated; beyond a row's pages anything.
     pages, counts : Tensor
-        `[B, KV heads, pages]` and `[B, KV heads]` int32: the lists of the latest call.
+        `[B, KV heads, pages]` and `[B, KV heads]` int32: the lists of the latest call, sink first and
+        current page last. A request without tokens has a count of one, of a page without tokens.
+
+    Raises
+    ------
+    ValueError
+        For what the kernels can't take, before any launch; the message begins with the argument's name.
     """
 
     def __init__(
@@ -110,8 +121,8 @@ class DecodePath:
             raise ValueError("gamma: give either gamma or count")
         if gamma is not None:
             check_gamma(gamma)
-        if count is not None and count < 1:
-            raise ValueError(f"count: {count} is less than one page")
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(f"count: {count} is no whole number of pages from one on")
         if estimator not in ("mvar", "mean", "quest"):
             raise ValueError(f"estimator: {estimator!r} is not mvar, mean or quest")
         if cache.max_pages > MOST_WIDTH:
@@ -119,15 +130,16 @@ class DecodePath:
                 f"lengths: up to {cache.max_pages} pages; at most {MOST_WIDTH} a row are possible"
             )
         device, rows = cache.key.device, (cache.batch, cache.kv_heads)
-        self.backend = backend(device)
-        self._attend = Attend(cache, query_heads, scale)
+        self.backend = backend(device, cache.key.dtype)
+        group = check_heads(cache, query_heads)
+        self._attend = Attend(cache, query_heads, scale) if self.backend == "triton" else None
         self._step = Step(
             cache=cache,
-            group=self._attend.group,
+            group=group,
             estimator=estimator,
-            scale=self._attend.scale,
+            scale=check_scale(scale, cache.head_dim),
             # Three blocks of Estimate fit on a multiprocessor, where two of Attend do.
-            estimate_blocks=3 * self._attend.blocks // 2,
+            estimate_blocks=3 * self._attend.blocks // 2 if self._attend else 0,
             by_count=count is not None,
             budget=torch.tensor([gamma if count is None else count], dtype=torch.float64, device=device),
             summary=torch.empty(
@@ -135,11 +147,13 @@ class DecodePath:
                 dtype=cache.key.dtype,
                 device=device,
             ),
-            log_mass=torch.empty(cache.rows, self._attend.group, cache.max_pages, device=device),
-            pages=torch.empty(*rows, cache.max_pages, dtype=torch.int32, device=device),
+            log_mass=torch.empty(cache.rows, group, cache.max_pages, device=device),
+            pages=torch.zeros(*rows, cache.max_pages, dtype=torch.int32, device=device),
+            # Before the first step a list is one page without tokens.
             lists=PageLists(
-                torch.empty(*rows, cache.max_pages, dtype=torch.int32, device=device),
-                torch.empty(rows, dtype=torch.int32, device=device),
+                torch.zeros(*rows, cache.max_pages, dtype=torch.int32, device=device),
+                torch.ones(rows, dtype=torch.int32, device=device),
+                cache.page_size,
             ),
             reads=torch.zeros(cache.rows, 2, dtype=torch.int64, device=device),
         )
@@ -147,6 +161,7 @@ class DecodePath:
         self.count, self._gamma = count, gamma
         self.log_mass, self.lists, self.pages = self._step.log_mass, self._step.lists, self._step.pages
         self.counts = self.lists.counts
+        self._summarized = False
         self._kernels = launch if self.backend == "triton" else step_reference
 
     @property
@@ -170,13 +185,27 @@ class DecodePath:
     def summarize(self) -> None:
         """Write the summaries of all full pages: once, after the prefill."""
         self._kernels.summarize(self._step)
+        self._summarized = True
 
     def estimate(self, query: Tensor) -> Tensor:
         """Write and return the log masses, `[rows, G, pages]` float32; beyond a row nothing is written."""
         if check_query(self.cache, query) != self._step.group:
             raise ValueError(f"query: {query.shape[1]} heads; this path was made for {self.query_heads}")
+        if not self._summarized:
+            raise ValueError("summaries: there are none yet; call summarize once after the prefill")
         self._kernels.estimate(self._step, query)
         return self.log_mass
+
+    def estimate_error(self, query: Tensor) -> float:
+        """Return the largest error of the latest log masses against the reference, over one more than theirs.
+
+        Both are made of the same summaries. It waits for the device.
+        """
+        wanted = replace(self._step, log_mass=torch.empty_like(self.log_mass))
+        step_reference.estimate(wanted, query)
+        there = wanted.log_mass.isfinite()
+        error = (self.log_mass - wanted.log_mass).abs() / (1 + wanted.log_mass.abs())
+        return float(error[there].nan_to_num(nan=torch.inf).max())
 
     def select(self) -> PageLists:
         """Write and return the lists that the budget makes of the latest log masses."""
@@ -184,20 +213,34 @@ class DecodePath:
         return self.lists
 
     def attend(self, query: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the attention over the latest lists, `[B, query heads, D]`."""
-        if self.backend == "reference":
-            check_query(self.cache, query)
-            found = attend_reference.attend(query, self.cache, self.pages, self.counts, self.scale)
-            return found if out is None else out.copy_(found)
-        return self._attend(query, self.cache, self.lists, out)
+        """Return the attention over the latest lists, `[B, query heads, D]`, in `out` if given."""
+        if self._attend is not None:
+            return self._attend(query, self.cache, self.lists, out)
+        found = attend_reference.attend(query, self.cache, self.pages, self.counts, self.scale)
+        if out is None:
+            return found
+        check_out(out, query)
+        return out.copy_(found)
 
     def __call__(self, query: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the attention of a decode step, `[B, query heads, D]`, over the pages it selects.
+        """Return the attention of a decode step over the pages that it selects.
 
-        `query` is `[B, query heads, D]`, not scaled; the keys and values of the step are in the cache.
+        Parameters
+        ----------
+        query : Tensor
+            `[B, query heads, D]`, not scaled; the keys and values of the step are in the cache, and
+            `cache.lengths` count them.
+        out : Tensor, optional
+            Where the result goes: contiguous, of the query's shape and dtype.
+
+        Returns
+        -------
+        Tensor
+            `[B, query heads, D]`.
         """
-        if self.backend == "triton":
-            check_kernel(self.cache, query)
+        check_query(self.cache, query)
+        if out is not None:
+            check_out(out, query)
         self.estimate(query)
         self.select()
         return self.attend(query, out)
@@ -205,5 +248,5 @@ class DecodePath:
 
 def check_gamma(gamma: float) -> None:
     """Raise ValueError if this is no coverage."""
-    if not 0 < gamma <= 1:
-        raise ValueError(f"gamma: {gamma} is not in (0, 1]")
+    if not isinstance(gamma, int | float) or not 0 < gamma <= 1:
+        raise ValueError(f"gamma: {gamma!r} is not a number in (0, 1]")

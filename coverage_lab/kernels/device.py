@@ -10,11 +10,15 @@ from typing import Literal
 import torch
 
 
-def backend(device: torch.device) -> Literal["triton", "reference"]:
-    """Return what runs on a device: the Triton kernels on a GPU with bf16 or in Triton's interpreter."""
+def backend(device: torch.device, dtype: torch.dtype) -> Literal["triton", "reference"]:
+    """Return what runs: the Triton kernels on a GPU with bf16 or in Triton's interpreter, else plain torch.
+
+    The interpreter gets bf16 arithmetic wrong, so there plain torch serves.
+    """
     if device.type == "cuda":
         return "triton" if torch.cuda.get_device_capability(device) >= (8, 0) else "reference"
-    return "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "reference"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and dtype != torch.bfloat16
+    return "triton" if interpreted else "reference"
 
 
 @functools.cache
@@ -22,7 +26,11 @@ def can_overlap(device: torch.device) -> bool:
     """Return whether a kernel can be launched before the one it waits for ends: Hopper and later."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
         return False
-    return tuple(map(int, metadata.version("triton").split(".")[:2])) >= (3, 5)
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:  # a build under another name
+        return False
+    return tuple(map(int, version.split(".")[:2])) >= (3, 5)
 
 
 def power_of_two(number: int) -> int:

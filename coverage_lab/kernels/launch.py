@@ -30,6 +30,7 @@ def summarize(step: Step) -> None:
     summarize_kernel[(cache.rows, cache.max_pages)](
         cache.key,
         cache.lengths,
+        cache.max_tokens,
         table,
         step.summary,
         *cache.key_strides,
@@ -55,6 +56,7 @@ def estimate(step: Step, query: Tensor) -> None:
         query,
         cache.key,
         cache.lengths,
+        cache.max_tokens,
         table,
         step.summary,
         step.log_mass,
@@ -90,6 +92,7 @@ def select(step: Step) -> None:
     select_kernel[(cache.rows,)](
         step.log_mass,
         cache.lengths,
+        cache.max_tokens,
         table,
         step.budget,
         step.lists.entries,

@@ -23,10 +23,13 @@ class PageLists:
         `[B, KV heads, width]` int32: physical page times 256, plus its tokens; past the row's count anything.
     counts : Tensor
         `[B, KV heads]` int32, at least 1: a row without pages has one entry without tokens.
+    page_size : int
+        Tokens a page.
     """
 
     entries: Tensor
     counts: Tensor
+    page_size: int
 
 
 def pack(cache: PagedCache, pages: Tensor, counts: Tensor) -> PageLists:
@@ -37,23 +40,44 @@ def pack(cache: PagedCache, pages: Tensor, counts: Tensor) -> PageLists:
     cache : PagedCache
     pages : Tensor
         `[B, KV heads, width]` integers: pages by their place in the request, each at most once. What lies
-        beyond a row's count is not looked at.
+        beyond a row's count is not looked at, and pages that the request does not have hold no tokens.
     counts : Tensor
-        `[B, KV heads]` integers.
+        `[B, KV heads]` integers, of 0 to `width`; others count as the nearer of the two.
     """
     check_lists(cache, pages, counts)
-    index = pages.long().clamp(0, cache.max_pages - 1)
-    tokens = (cache.lengths[:, None, None] - index * cache.page_size).clamp(0, cache.page_size)
+    wanted = pages.long()
+    index = wanted.clamp(0, cache.max_pages - 1)
+    tokens = (cache.tokens_held[:, None, None] - index * cache.page_size).clamp(0, cache.page_size)
+    tokens = tokens.where(index == wanted, 0)
     if cache.table is not None:
         index = cache.table.long().gather(1, index.flatten(1)).view(index.shape)
     place = torch.arange(pages.shape[2], device=pages.device)
     entries = (index * 256 + tokens).where(place < counts[..., None], 0)
-    return PageLists(entries.int(), counts.int().clamp(min=1))
+    kept = counts.int().clamp(1, pages.shape[2])
+    return PageLists(entries.int().contiguous(), kept.contiguous(), cache.page_size)
+
+
+def check_packed(cache: PagedCache, lists: PageLists) -> None:
+    """Raise ValueError if packed lists do not go with a cache, or not as the kernel reads them."""
+    rows, page_size = (cache.batch, cache.kv_heads), cache.page_size
+    if lists.page_size != page_size:
+        raise ValueError(f"lists: packed for pages of {lists.page_size} tokens, the cache has {page_size}")
+    if lists.entries.ndim != 3 or lists.entries.shape[:2] != rows or lists.counts.shape != rows:
+        raise ValueError(
+            f"lists: entries {tuple(lists.entries.shape)} and counts {tuple(lists.counts.shape)} are not of "
+            f"{rows[0]} requests with {rows[1]} KV heads"
+        )
+    for tensor in (lists.entries, lists.counts):
+        if tensor.dtype != torch.int32 or tensor.device != cache.key.device or not tensor.is_contiguous():
+            raise ValueError("lists: must be contiguous int32 tensors on the device of the keys; use pack")
 
 
 def check_lists(cache: PagedCache, pages: Tensor, counts: Tensor) -> None:
     """Raise ValueError if lists do not go with a cache."""
     rows = (cache.batch, cache.kv_heads)
+    for name, tensor in (("pages", pages), ("counts", counts)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: must be a tensor, not {type(tensor).__name__}")
     if pages.ndim != 3 or pages.shape[:2] != rows or pages.shape[2] < 1:
         raise ValueError(f"pages: must be [{rows[0]}, {rows[1]}, width], not {tuple(pages.shape)}")
     if counts.shape != rows:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from coverage_lab.kernels.attend import reference
-from coverage_lab.kernels.cache import PagedCache, check_kernel, check_query
+from coverage_lab.kernels.cache import PagedCache, check_kernel, check_out, check_query, check_scale
 from coverage_lab.kernels.device import backend, can_overlap, power_of_two
-from coverage_lab.kernels.lists import MOST_PAGES, PageLists, check_lists, pack
+from coverage_lab.kernels.lists import MOST_PAGES, PageLists, check_lists, check_packed, pack
 
 # Pages a block of Attend reads at least.
 LEAST_PAGES = 4
@@ -25,29 +25,34 @@ class Attend:
     Parameters
     ----------
     cache : PagedCache
-        Its shape, device and dtype are those of every later call.
+        Its rows, head dimension, page size, dtype and device are those of every later call.
     query_heads : int
     scale : float, optional
         Softmax scale; `1 / sqrt(D)` by default.
     blocks : int, optional
         Thread blocks; two a multiprocessor by default.
+
+    Raises
+    ------
+    ValueError
+        For what the kernel can't take, before any launch; the message begins with the argument's name.
     """
 
     def __init__(
         self, cache: PagedCache, query_heads: int, scale: float | None = None, blocks: int | None = None
     ) -> None:
         device = cache.key.device
+        self.group = check_kernel(cache, query_heads)
         if cache.rows > MOST_ROWS:
             raise ValueError(
                 f"lengths: {cache.rows} rows (requests x KV heads); at most {MOST_ROWS} are possible"
             )
         if cache.physical_pages > MOST_PAGES:
             raise ValueError(f"key: {cache.physical_pages} pages; at most {MOST_PAGES} can be addressed")
-        if query_heads < 1 or query_heads % cache.kv_heads:
-            raise ValueError(f"query_heads: {query_heads} is no multiple of {cache.kv_heads} KV heads")
-        self.scale = cache.head_dim**-0.5 if scale is None else scale
-        self.rows = cache.rows
-        self.group = query_heads // cache.kv_heads
+        if blocks is not None and blocks < 1:
+            raise ValueError(f"blocks: {blocks} is less than one")
+        self.scale = check_scale(scale, cache.head_dim)
+        self._shape = _shape(cache)
         if blocks is None:
             blocks = 8
             if device.type == "cuda":
@@ -62,22 +67,32 @@ class Attend:
     def __call__(
         self, query: Tensor, cache: PagedCache, lists: PageLists, out: Tensor | None = None
     ) -> Tensor:
-        """Return `[B, query heads, D]`; nothing waits for the device."""
+        """Return `[B, query heads, D]`; nothing waits for the device.
+
+        Parameters
+        ----------
+        query : Tensor
+            `[B, query heads, D]`, not scaled.
+        cache : PagedCache
+        lists : PageLists
+            From `pack` or `DecodePath.select`.
+        out : Tensor, optional
+            Where the result goes: contiguous, of the query's shape and dtype.
+        """
         from coverage_lab.kernels.attend.triton import attend_kernel
         from coverage_lab.kernels.merge.triton import merge_kernel
 
-        group = check_kernel(cache, query)
-        if (cache.rows, group, cache.head_dim) != (self.rows, self.group, self._parts.shape[2]):
+        group = check_query(cache, query)
+        if (group, _shape(cache)) != (self.group, self._shape):
             raise ValueError(
-                f"cache: {cache.rows} rows of {group} heads of {cache.head_dim}; the workspace is for "
-                f"{self.rows} of {self.group} of {self._parts.shape[2]}"
+                f"cache: {_shape(cache)} with {group} query heads a KV head; the workspace is for "
+                f"{self._shape} with {self.group}"
             )
+        check_packed(cache, lists)
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        elif (out.shape, out.dtype, out.device) != (query.shape, query.dtype, query.device):
-            raise ValueError(f"out: {tuple(out.shape)} {out.dtype} on {out.device} is not like the query")
-        elif not out.is_contiguous():
-            raise ValueError("out: must be contiguous")
+        else:
+            check_out(out, query)
         sizes = {"GROUP": group, "DIM": cache.head_dim, "DIM_TILE": power_of_two(cache.head_dim)}
         overlap = can_overlap(query.device)
         attend_kernel[(self.blocks,)](
@@ -130,15 +145,41 @@ def attend(
 ) -> Tensor:
     """Return attention over the page lists of any selector (paper 3.5).
 
-    Parameters are those of `attend.reference.attend`; off the GPU that is what runs. For many calls of one
-    shape keep an `Attend`, which allocates once.
+    For many calls of one shape keep an `Attend`, which allocates once.
+
+    Parameters
+    ----------
+    query : Tensor
+        `[B, query heads, D]`, not scaled.
+    cache : PagedCache
+    pages : Tensor
+        `[B, KV heads, width]` integers: pages of each row by their place in the request, each at most once,
+        in any order; what lies beyond a row's count is not looked at.
+    counts : Tensor
+        `[B, KV heads]` integers: pages of each list.
+    scale : float, optional
+        Softmax scale; `1 / sqrt(D)` by default.
+
+    Returns
+    -------
+    Tensor
+        `[B, query heads, D]`; a row without tokens gives zeros.
+
+    Raises
+    ------
+    ValueError
+        For what can't be taken, before any launch; the message begins with the argument's name.
     """
     check_query(cache, query)
     check_lists(cache, pages, counts)
-    scale = cache.head_dim**-0.5 if scale is None else scale
-    if backend(query.device) == "reference":
+    scale = check_scale(scale, cache.head_dim)
+    if backend(query.device, query.dtype) == "reference":
         return reference.attend(query, cache, pages, counts, scale)
     return Attend(cache, query.shape[1], scale)(query, cache, pack(cache, pages, counts))
+
+
+def _shape(cache: PagedCache) -> tuple[int, int, int, torch.dtype, torch.device]:
+    return cache.rows, cache.head_dim, cache.page_size, cache.key.dtype, cache.key.device
 
 
 def _stages(cache: PagedCache) -> int:

@@ -41,7 +41,10 @@ def summarize(step: Step, filled_only: bool = False) -> None:
             whole = keys[:, first * cache.page_size : count * cache.page_size].float()
             pages = whole.unflatten(1, (count - first, cache.page_size))
             halves = torch.stack((page_box if step.estimator == "quest" else page_moments)(pages), 2)
-            summary[summary_places(cache, request, range(first, count))] = halves.transpose(0, 1).to(summary)
+            # What float16 can't hold becomes its largest number, not infinity.
+            most = torch.finfo(summary.dtype).max
+            places = summary_places(cache, request, range(first, count))
+            summary[places] = halves.transpose(0, 1).clamp(-most, most).to(summary)
 
 
 def estimate(step: Step, query: Tensor) -> None:
@@ -77,7 +80,7 @@ def select(step: Step) -> None:
     packed = pack(cache, step.pages, counts.view_as(step.lists.counts))
     step.lists.counts.copy_(packed.counts)
     step.lists.entries.copy_(packed.entries)
-    seen = -(-cache.lengths.long() // cache.page_size).repeat_interleave(cache.kv_heads)
+    seen = cache.pages_held.repeat_interleave(cache.kv_heads)
     step.reads.add_(torch.stack([counts, seen], 1))
 
 
@@ -88,7 +91,7 @@ def chosen(
 
     `[rows, pages]` int32 lists, sink first and current page last, and `[rows]` int32 counts.
     """
-    n_pages = (-(-cache.lengths.long() // cache.page_size)).repeat_interleave(cache.kv_heads)
+    n_pages = cache.pages_held.repeat_interleave(cache.kv_heads)
     numbers = torch.arange(cache.rows, device=log_mass.device)
     rows = Rows(
         n_pages=n_pages,
@@ -98,7 +101,8 @@ def chosen(
         kv_head=numbers,
         page_size=cache.page_size,
     )
-    ranking = rank(group_shares(log_mass), rows)
+    beyond = torch.arange(log_mass.shape[2], device=log_mass.device) >= n_pages[:, None]
+    ranking = rank(group_shares(log_mass.masked_fill(beyond[:, None], -torch.inf)), rows)
     if count is None:
         gammas = torch.tensor([gamma], dtype=torch.float64, device=log_mass.device)
         kept = coverage_counts(ranking, gammas)[:, 0]

@@ -1,11 +1,14 @@
 """The kernels of a decode step against the references in float64: layouts, page sizes, groups, lengths."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from coverage_lab.kernels.attend import reference as attend_reference
@@ -15,7 +18,7 @@ from coverage_lab.kernels.estimate import reference as estimate_reference
 from coverage_lab.kernels.lists import pack
 from coverage_lab.kernels.merge import reference as merge_reference
 from coverage_lab.kernels.ragged import Attend, attend
-from coverage_lab.kernels.select.reference import coverage_counts, rank
+from coverage_lab.kernels.select.reference import coverage_counts, fixed_point, rank
 from coverage_lab.kernels.summarize import reference as summarize_reference
 from coverage_lab.pages import Rows
 
@@ -191,6 +194,50 @@ class TestAttend:
             assert run(case.query, case.cache, lists, again) is again
             assert torch.equal(first, again)
 
+    def test_rows_without_tokens_give_zeros_whatever_their_lists(self, device: str):
+        """One long list for all requests: the parts of an empty one hold nothing, and merge to nothing."""
+        case = make(lengths=(0, 700), device=device)
+        pages = torch.arange(44, dtype=torch.int32, device=device).expand(2, 2, -1)
+        counts = torch.full((2, 2), 44, dtype=torch.int32, device=device)
+        for blocks in (1, 5, 64):
+            found = attend_once(case, pages, counts, blocks)
+            assert not found[0].any()
+            close(found, expected(case, pages.cpu(), counts.cpu()))
+
+    def test_a_row_over_many_blocks(self, device: str):
+        """More parts than the merge loads at once."""
+        case = make(lengths=(16 * 90,), kv_heads=1, group=2, device=device)
+        pages = torch.arange(90, dtype=torch.int32, device=device).view(1, 1, -1)
+        counts = torch.full((1, 1), 90, dtype=torch.int32, device=device)
+        run = Attend(case.cache, 2, blocks=23)
+        close(run(case.query, case.cache, pack(case.cache, pages, counts)), expected(case, pages, counts))
+
+    def test_counts_and_pages_out_of_range(self, device: str):
+        """As the reference has it: no page beyond a list, no tokens on a page that is not there."""
+        case = make(lengths=(100, 40), device=device)
+        pages = torch.tensor([[[0, 99, 3], [-3, 1, 2]], [[2, 1, 7], [0, 1, 2]]], dtype=torch.int32)
+        counts = torch.tensor([[3, 3], [9, -1]], dtype=torch.int32)
+        on_device = pages.to(device), counts.to(device)
+        wanted = attend_reference.attend(case.query, case.cache, *on_device, 64**-0.5)
+        close(attend_once(case, *on_device), wanted.double().cpu())
+        assert not wanted[1, 4:].any()
+
+    @pytest.mark.parametrize("change", ["transposed", "sliced", "expanded"])
+    def test_lists_with_any_strides(self, device: str, change: str):
+        case = make(device=device)
+        pages, counts = random_lists(case)
+        if change == "transposed":
+            strided = pages.mT.contiguous().mT, counts.T.contiguous().T
+        elif change == "sliced":
+            given = (
+                torch.stack([pages, pages], -1).flatten(2)[..., ::2],
+                torch.stack([counts] * 2, -1)[..., 0],
+            )
+        else:
+            pages, counts = pages[:1, :1].expand_as(pages), counts[:1, :1].expand_as(counts)
+            strided = pages, counts
+        close(attend_once(case, *strided), expected(case, pages, counts))
+
     def test_the_entry_point_takes_any_lists(self, device: str):
         case = make("NHD", device=device)
         pages, counts = random_lists(case)
@@ -281,6 +328,58 @@ class TestPath:
             path.select()
             check_lists(case, path, **budget)
 
+    def test_long_rows_of_any_masses(self, device: str):
+        case = make(lengths=(16 * 3000, 16 * 1030 + 1), kv_heads=1, group=2, device=device)
+        generator = torch.Generator().manual_seed(0)
+        for budget in ({"gamma": 0.9}, {"count": 77}):
+            path = DecodePath(case.cache, 2, **budget)
+            path.log_mass.copy_(3 * torch.randn(path.log_mass.shape, generator=generator))
+            path.select()
+            check_lists(case, path, **budget)
+
+    def test_step_after_step_is_a_fresh_path(self, device: str):
+        """Tokens come one at a time and fill pages: the same bits as if all were summarized at once."""
+        case = make("contiguous", (200, 14, 95), device=device)
+        case.cache.key.nan_to_num_(1.0), case.cache.value.nan_to_num_(1.0)
+        case.cache.lengths.sub_(25).clamp_(min=1)
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.8)
+        path.summarize()
+        for _ in range(20):
+            case.cache.lengths.add_(1)
+            found = path(case.query)
+        fresh = DecodePath(case.cache, case.query.shape[1], gamma=0.8)
+        fresh.summarize()
+        assert torch.equal(fresh(case.query), found)
+        assert torch.equal(fresh.counts, path.counts)
+
+    def test_lengths_beyond_the_cache_count_as_full(self, device: str):
+        """A step too many must not write beyond what was allocated; a negative length is none."""
+        case = make("contiguous", (150, 30), device=device)
+        case.cache.key.nan_to_num_(0.5), case.cache.value.nan_to_num_(0.5)
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.9)
+        runs = []
+        for lengths in ((case.cache.max_tokens, 0), (case.cache.max_tokens + 5000, -7)):
+            case.cache.lengths.copy_(torch.tensor(lengths))
+            path.summarize()
+            runs.append((path(case.query).clone(), path.counts.clone(), path.pages.clone()))
+        (out, counts, pages), (again, same, more) = runs
+        assert torch.equal(out, again)
+        assert torch.equal(counts, same)
+        assert torch.equal(pages[0], more[0])
+        assert not again[1].any()
+
+    def test_summaries_that_float16_cannot_hold(self, device: str):
+        """The variance of a page with keys of 300 and -300 is beyond float16: it stays finite."""
+        case = make("contiguous", (160,), device=device)
+        case.cache.key[0, :, 32:48:2] = 300.0
+        case.cache.key[0, :, 33:48:2] = -300.0
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.9)
+        path.summarize()
+        assert path.estimate(case.query)[..., :10].isfinite().all()
+        path.select()
+        check_lists(case, path, gamma=0.9)
+        assert all(2 in path.pages[0, head, : path.counts[0, head]].tolist() for head in range(2))
+
     def test_ties_are_taken_by_page(self, device: str):
         """Keys that are all alike: every page has the same share."""
         case = make(lengths=(160,), device=device)
@@ -302,6 +401,7 @@ class TestPath:
     def test_the_step_that_fills_a_page_summarizes_it(self, device: str):
         case = make("HND", (47, 64), device=device)
         path = DecodePath(case.cache, case.query.shape[1], gamma=0.9)
+        path.summarize()
         path._step.summary.fill_(NAN)
         path.estimate(case.query)
         held = case.cache.table[1, 3].item()  # type: ignore[index]
@@ -331,6 +431,75 @@ def check_lists(case: Case, path: DecodePath, gamma: float = 0.0, count: int = 0
         kept += wanted
         seen += n_pages
     return kept, seen
+
+
+shares_of_rows = st.lists(
+    st.lists(st.sampled_from([-8.0, -1.0, 0.0, 0.5, 1.0, 3.0]) | st.floats(-12, 12), min_size=1, max_size=40),
+    min_size=1,
+    max_size=3,
+)
+
+
+class TestSelectProperties:
+    """What the rule promises, of the kernel's own lists (paper, Eq. 3)."""
+
+    @settings(max_examples=40)
+    @given(masses=shares_of_rows, gamma=st.floats(0.01, 0.9999))
+    def test_it_covers_gamma_and_no_page_less_would(self, masses: list[list[float]], gamma: float):
+        for units, kept in selected(masses, gamma=gamma):
+            forced = {0, len(units) - 1}
+            total, held = sum(units), sum(units[page] for page in kept)
+            assert forced <= set(kept)
+            assert kept == sorted(set(kept))
+            assert held >= gamma * total - 1
+            for page in set(kept) - forced:
+                assert held - units[page] < gamma * total
+
+    @settings(max_examples=40)
+    @given(masses=shares_of_rows, count=st.integers(1, 45))
+    def test_a_count_is_exact_and_keeps_the_largest(self, masses: list[list[float]], count: int):
+        for units, kept in selected(masses, count=count):
+            forced = {0, len(units) - 1}
+            assert len(kept) == max(min(count, len(units)), len(forced))
+            left = set(range(len(units))) - set(kept)
+            for page in set(kept) - forced:
+                # Of pages that tie the lower ones are kept.
+                assert all((units[page], -page) > (units[other], -other) for other in left)
+
+    @settings(max_examples=20)
+    @given(masses=shares_of_rows, gamma=st.floats(0.01, 0.9999), seed=st.integers(0, 99))
+    def test_pages_in_another_order_are_the_same_pages(
+        self, masses: list[list[float]], gamma: float, seed: int
+    ):
+        """But for ties, and for the pages that are forced."""
+        row = [mass + 1e-3 * place for place, mass in enumerate(masses[0])]
+        order = np.random.default_rng(seed).permutation(range(1, len(row) - 1)).tolist()
+        order = [0, *order, len(row) - 1][: len(row)]
+        ((units, kept),) = selected([row], gamma=gamma)
+        ((moved, again),) = selected([[row[place] for place in order]], gamma=gamma)
+        if len(set(units)) == len(units) and moved == [units[place] for place in order]:
+            assert sorted(order[place] for place in again) == kept
+
+    def test_repeated_runs_are_identical(self):
+        generator = np.random.default_rng(0)
+        masses = [generator.normal(size=40).tolist() for _ in range(3)]
+        assert selected(masses, gamma=0.7) == selected(masses, gamma=0.7)
+
+
+def selected(masses: list[list[float]], **budget: Any) -> list[tuple[list[int], list[int]]]:
+    """Return the fixed-point shares of each row of log masses, and the pages that the kernel keeps of it."""
+    lengths = tuple(16 * len(row) for row in masses)
+    case = make(lengths=lengths, kv_heads=1, group=1, device="cpu")
+    path = DecodePath(case.cache, 1, **budget)
+    path.log_mass.fill_(NAN)
+    for row, values in enumerate(masses):
+        path.log_mass[row, 0, : len(values)] = torch.tensor(values)
+    path.select()
+    found = []
+    for row, values in enumerate(masses):
+        units = fixed_point(estimate_reference.group_shares(path.log_mass[row, :, : len(values)]))
+        found.append((units.tolist(), path.pages[row, 0, : int(path.counts[row, 0])].tolist()))
+    return found
 
 
 class TestWithoutKernels:
@@ -368,7 +537,7 @@ class TestBadInput:
             ({"dtype": torch.float32}, "key"),
             ({"head_dim": 48}, "key"),
             ({"page_size": 8}, "page_size"),
-            ({"group": 17}, "query"),
+            ({"group": 17}, "query_heads"),
         ],
     )
     def test_what_the_kernels_cannot_take_is_named(self, change: Any, name: str):
@@ -385,7 +554,10 @@ class TestBadInput:
             ({}, "gamma"),
             ({"gamma": 0.9, "count": 3}, "gamma"),
             ({"gamma": 1.5}, "gamma"),
+            ({"gamma": "0.9"}, "gamma"),
             ({"count": 0}, "count"),
+            ({"count": 2.5}, "count"),
+            ({"count": True}, "count"),
             ({"gamma": 0.9, "estimator": "mvra"}, "estimator"),
         ],
     )
@@ -393,6 +565,110 @@ class TestBadInput:
         case = make()
         with pytest.raises(ValueError, match=f"^{name}: "):
             DecodePath(case.cache, case.query.shape[1], **options)
+
+    @pytest.mark.parametrize(
+        ("change", "name"),
+        [
+            ({"lengths": [5, 9]}, "lengths"),
+            ({"lengths": torch.tensor(5, dtype=torch.int32)}, "lengths"),
+            ({"lengths": torch.tensor([5, 9])}, "lengths"),
+            ({"lengths": torch.tensor([5, 0, 9, 0], dtype=torch.int32)[::2]}, "lengths"),
+            ({"lengths": torch.tensor([5], dtype=torch.int32).expand(2)}, "lengths"),
+            ({"lengths": torch.empty(0, dtype=torch.int32)}, "lengths"),
+            ({"lengths": torch.tensor([5, 9], dtype=torch.int32, device="meta")}, "lengths"),
+            ({"table": torch.zeros(6, dtype=torch.int32)}, "table"),
+            ({"table": torch.zeros(3, 3, dtype=torch.int32)}, "table"),
+            ({"table": torch.zeros(2, 3)}, "table"),
+            ({"table": torch.zeros(2, 6, dtype=torch.int32)[:, ::2]}, "table"),
+            ({"table": torch.zeros(3, 2, dtype=torch.int32).T}, "table"),
+            ({"table": torch.zeros(2, 0, dtype=torch.int32)}, "table"),
+            ({"key": torch.zeros(6, 16, 2, 64, dtype=torch.int8)}, "key"),
+            ({"key": torch.zeros(6, 16, 2, 128).half()[..., ::2]}, "key"),
+            ({"key": torch.zeros(6, 16, 64).half()}, "key"),
+            ({"key": torch.zeros(6, 16, 0, 64).half()}, "key|value"),
+            ({"value": torch.zeros(6, 16, 2, 64)}, "value"),
+            ({"value": torch.zeros(6, 16, 2, 32).half()}, "value"),
+            ({"layout": "HDN"}, "layout"),
+        ],
+    )
+    def test_caches(self, change: dict[str, Any], name: str):
+        given: dict[str, Any] = {
+            "key": torch.zeros(6, 16, 2, 64).half(),
+            "value": torch.zeros(6, 16, 2, 64).half(),
+            "lengths": torch.tensor([5, 9], dtype=torch.int32),
+            "table": torch.zeros(2, 3, dtype=torch.int32),
+        }
+        with pytest.raises(ValueError, match=f"^({name}): "):
+            PagedCache.pool(**{**given, **change})
+
+    def test_contiguous_caches(self):
+        key = torch.zeros(2, 2, 40, 64).half()
+        lengths = torch.tensor([5, 9], dtype=torch.int32)
+        for name, arguments in (
+            ("lengths", (key, key, lengths[:1])),
+            ("page_size", (key, key, lengths, 0)),
+            ("page_size", (key, key, lengths, 16.0)),
+            ("key", (key[:, :, :0], key[:, :, :0], lengths)),
+        ):
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                PagedCache.contiguous(*arguments)
+
+    def test_nothing_is_launched_before_the_complaint(self, monkeypatch: pytest.MonkeyPatch):
+        case = make()
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.9)
+        path.summarize()
+        monkeypatch.setattr(path, "_kernels", None)
+        for out in (torch.empty(3, 8, 64), torch.empty(3, 8, 32).half(), torch.empty(8, 3, 64).half()):
+            with pytest.raises(ValueError, match=r"^out: "):
+                path(case.query, out)
+        with pytest.raises(ValueError, match=r"^query: "):
+            path(case.query.float())
+
+    def test_a_path_without_summaries(self):
+        case = make()
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.9)
+        with pytest.raises(ValueError, match="call summarize once after the prefill"):
+            path(case.query)
+        # Lists are there from the start, of nothing.
+        assert not path.attend(case.query).any()
+
+    def test_packed_lists(self):
+        case, other = make(), make(page_size=32)
+        run, lists = Attend(case.cache, 8), pack(case.cache, *random_lists(case))
+        for wrong in (
+            pack(other.cache, *random_lists(other)),
+            replace(lists, entries=lists.entries[:2]),
+            replace(lists, counts=lists.counts[:, :1]),
+            replace(lists, entries=lists.entries.long()),
+            replace(lists, entries=lists.entries.mT.contiguous().mT),
+        ):
+            with pytest.raises(ValueError, match=r"^lists: "):
+                run(case.query, case.cache, wrong)
+        with pytest.raises(ValueError, match=r"^cache: "):
+            run(other.query, other.cache, pack(other.cache, *random_lists(other)))
+
+    def test_limits(self, monkeypatch: pytest.MonkeyPatch):
+        case = make()
+        for name, limit in (("lengths", "ragged.MOST_ROWS"), ("key", "ragged.MOST_PAGES")):
+            with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"^{name}: .* at most 3 "):
+                patch.setattr(f"coverage_lab.kernels.{limit}", 3)
+                Attend(case.cache, 8)
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"^lengths: .* at most 3 "):
+            patch.setattr("coverage_lab.kernels.decode.MOST_WIDTH", 3)
+            DecodePath(case.cache, 8, gamma=0.5)
+        for options, name in (
+            ({"blocks": 0}, "blocks"),
+            ({"scale": NAN}, "scale"),
+            ({"scale": 0.0}, "scale"),
+        ):
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                Attend(case.cache, 8, **options)
+
+    def test_gamma_of_a_count(self):
+        case = make()
+        path = DecodePath(case.cache, 8, count=3)
+        with pytest.raises(ValueError, match=r"^gamma: "):
+            path.gamma = 0.5
 
     def test_lists_and_queries(self):
         case = make()
@@ -403,6 +679,8 @@ class TestBadInput:
             ("pages", (case.query, pages[0], counts)),
             ("pages", (case.query, pages.float(), counts)),
             ("counts", (case.query, pages, counts[0])),
+            ("counts", (case.query, pages, counts.tolist())),
+            ("pages", (case.query, pages[..., :0], counts)),
         ):
             with pytest.raises(ValueError, match=f"^{name}: "):
                 attend(arguments[0], case.cache, *arguments[1:])
@@ -424,6 +702,14 @@ class TestBadInput:
             DecodePath(case.cache, case.query.shape[1], gamma=0.9)(case.query[:, :2].contiguous())
         with pytest.raises(ValueError, match=r"^query_heads: "):
             Attend(case.cache, 7)
+
+    def test_bf16_is_not_for_the_interpreter(self):
+        """Its arithmetic is wrong there, so plain torch serves."""
+        case = make(dtype=torch.bfloat16)
+        path = DecodePath(case.cache, case.query.shape[1], gamma=0.9)
+        assert path.backend == "reference"
+        pages, counts = random_lists(case)
+        close(attend(case.query, case.cache, pages, counts), expected(case, pages, counts))
 
     def test_the_reference_takes_any_dtype(self):
         case = make()

@@ -36,7 +36,7 @@ def attend(query: Tensor, cache: PagedCache, lists: Tensor, counts: Tensor, scal
         keys, values = cache.tokens(request)
         place = torch.arange(keys.shape[1], device=query.device)
         for head in range(cache.kv_heads):
-            pages = lists[request, head, : int(counts[request, head])]
+            pages = lists[request, head, : max(0, int(counts[request, head]))]
             kept = place[torch.isin(place // cache.page_size, pages)]
             if not len(kept):
                 continue

@@ -8,11 +8,6 @@ from torch import Tensor
 from coverage_lab.kernels.cache import PagedCache
 
 
-def page_counts(cache: PagedCache) -> Tensor:
-    """Return the pages of each request, `[B]` int64."""
-    return -(-cache.lengths.long() // cache.page_size)
-
-
 def to_set(cache: PagedCache, pages: Tensor, counts: Tensor) -> Tensor:
     """Return lists as a mask, `[B, KV heads, pages]`."""
     place = torch.arange(pages.shape[2], device=pages.device)
@@ -31,7 +26,7 @@ def to_lists(kept: Tensor) -> tuple[Tensor, Tensor]:
 
 def every_page(cache: PagedCache) -> tuple[Tensor, Tensor]:
     """Return the lists of dense attention."""
-    counts = page_counts(cache)[:, None].expand(cache.batch, cache.kv_heads)
+    counts = cache.pages_held[:, None].expand(cache.batch, cache.kv_heads)
     place = torch.arange(cache.max_pages, device=counts.device)
     return to_lists(place < counts[..., None])
 
@@ -39,7 +34,7 @@ def every_page(cache: PagedCache) -> tuple[Tensor, Tensor]:
 def extended(cache: PagedCache, pages: Tensor, counts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Return lists with the first pages that they lack, until they have `wanted` (or all there are)."""
     kept = to_set(cache, pages, counts)
-    there = torch.arange(cache.max_pages, device=kept.device) < page_counts(cache)[:, None, None]
+    there = torch.arange(cache.max_pages, device=kept.device) < cache.pages_held[:, None, None]
     lacking = there & ~kept
     added = lacking & (lacking.cumsum(-1) <= (wanted - counts)[..., None])
     return to_lists(kept | added)
@@ -52,7 +47,7 @@ def power_of_two(counts: Tensor) -> Tensor:
 
 def last_tokens(cache: PagedCache) -> Tensor:
     """Return the tokens of each request's current page, `[B]` int64."""
-    return cache.lengths.long() - (page_counts(cache) - 1) * cache.page_size
+    return cache.tokens_held - (cache.pages_held - 1) * cache.page_size
 
 
 def list_tokens(cache: PagedCache, counts: Tensor) -> Tensor:

@@ -75,4 +75,6 @@ def group_shares(log_mass: Tensor) -> Tensor:
 
     `log_mass` is `[..., G, P]`, the result `[..., P]` (Algorithm 1, line 3).
     """
-    return log_mass.softmax(-1).mean(-2)
+    # Head after head: a sum over an axis may round alike columns differently, and part pages that tie.
+    shares = log_mass.softmax(-1).unbind(-2)
+    return sum(shares[1:], shares[0]) / len(shares)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from coverage_lab.kernels.summarize.triton import page_summary
+from coverage_lab.kernels.summarize.triton import page_summary, store_summary
 
 
 @triton.jit
@@ -11,6 +11,7 @@ def estimate_kernel(
     query,
     key,
     lengths,
+    max_tokens,
     table,
     summary,
     log_mass,
@@ -50,7 +51,7 @@ def estimate_kernel(
     home = begin + offset
     if HAS_TABLE:
         home = tl.load(mapped + home, mask=home < max_pages, other=0)
-    length = tl.load(lengths + request)
+    length = tl.maximum(tl.minimum(tl.load(lengths + request), max_tokens), 0)
     last = tl.cdiv(length, PAGE) - 1
     if (last < 0) | ((part == 1) & (last == 0)) | ((part >= 2) & (begin >= last)):
         return
@@ -91,8 +92,8 @@ def estimate_kernel(
             low, high = page_summary(keys.to(tl.float32), KIND)
             filled = held.to(tl.int64) if HAS_TABLE else request.to(tl.int64) * max_pages + exact
             to = summary + (filled * kv_heads + kv_head) * (2 * DIM) + channel
-            tl.store(to, low.to(summary.dtype.element_ty), mask=inside)
-            tl.store(to + DIM, high.to(summary.dtype.element_ty), mask=inside)
+            store_summary(to, low, inside)
+            store_summary(to + DIM, high, inside)
     else:
         zero = tl.zeros_like(q)
         if KIND == "mvar":

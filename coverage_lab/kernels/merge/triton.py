@@ -28,7 +28,8 @@ def merge_kernel(
     last = (start + tl.load(counts + row) - 1) // per_block
     if first < last:
         channel = tl.arange(0, DIM_TILE)
-        best = float("-inf")
+        # Not -inf: parts of pages without tokens have that.
+        best = -1e30
         mass = 0.0
         sums = tl.zeros([DIM_TILE], tl.float32)
         for begin in tl.range(first, last + 1, PARTS_TILE):
@@ -49,6 +50,6 @@ def merge_kernel(
             best = top
         tl.store(
             out + (row.to(tl.int64) * GROUP + head) * DIM + channel,
-            (sums / mass).to(out.dtype.element_ty),
+            (sums / tl.where(mass > 0, mass, 1.0)).to(out.dtype.element_ty),
             mask=channel < DIM,
         )

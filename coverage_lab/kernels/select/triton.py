@@ -12,6 +12,7 @@ import triton.language as tl
 def select_kernel(
     log_mass,
     lengths,
+    max_tokens,
     table,
     budget,
     entries,
@@ -34,7 +35,7 @@ def select_kernel(
 ):
     row = tl.program_id(0)
     request = row // kv_heads
-    length = tl.load(lengths + request)
+    length = tl.maximum(tl.minimum(tl.load(lengths + request), max_tokens), 0)
     asked = tl.load(budget)
     n_pages = tl.cdiv(length, PAGE)
     place = tl.arange(0, WIDTH)

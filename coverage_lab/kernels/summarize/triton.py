@@ -15,9 +15,18 @@ def page_summary(keys, KIND: tl.constexpr):
 
 
 @triton.jit
+def store_summary(to, values, inside):
+    """Store half a summary; what float16 can't hold becomes its largest number, not infinity."""
+    if to.dtype.element_ty == tl.float16:
+        values = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
+    tl.store(to, values.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def summarize_kernel(
     key,
     lengths,
+    max_tokens,
     table,
     summary,
     key_batch,
@@ -37,7 +46,7 @@ def summarize_kernel(
     page = tl.program_id(1)
     request = row // kv_heads
     head = row % kv_heads
-    if (page + 1) * PAGE > tl.load(lengths + request):
+    if (page + 1) * PAGE > tl.minimum(tl.load(lengths + request), max_tokens):
         return
     if HAS_TABLE:
         held = tl.load(table + request.to(tl.int64) * table_row + page).to(tl.int64)
@@ -59,5 +68,5 @@ def summarize_kernel(
     ).to(tl.float32)
     first, second = page_summary(keys, KIND)
     at = summary + (place * kv_heads + head) * (2 * DIM) + channel
-    tl.store(at, first.to(summary.dtype.element_ty), mask=channel < DIM)
-    tl.store(at + DIM, second.to(summary.dtype.element_ty), mask=channel < DIM)
+    store_summary(at, first, channel < DIM)
+    store_summary(at + DIM, second, channel < DIM)
