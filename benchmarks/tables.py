@@ -158,11 +158,19 @@ def attention() -> str:
                     percent(ours["kept"]),
                     *(f"{of[shape, listed, method]['us']:.0f}" for method in METHODS),
                     f"{of[shape, listed, 'flashinfer']['plan_us']:.0f}",
-                    f"{of[shape, 'all', 'fa3-dense']['us']:.0f}",
+                    *(f"{of[shape, 'all', method]['us']:.0f}" for method in ("fa3-dense", "sdpa")),
                     f"{ours['over_floor']:.2f}",
                 ]
             )
-    header = ["lists", "kept", *METHODS.values(), "its host plan", "FA3 dense", "ours over the floor"]
+    header = [
+        "lists",
+        "kept",
+        *METHODS.values(),
+        "its host plan",
+        "FA3 dense",
+        "SDPA dense",
+        "ours over the floor",
+    ]
     return markdown(header, rows)
 
 
@@ -189,21 +197,12 @@ def path() -> str:
     rows = []
     for shape in dict.fromkeys(line["shape"] for line in records):
         whole = of[shape, "path"]
-        stages = ("estimate+select", "attend+merge", "path", "fa3-dense")
+        stages = ("estimate+select", "attend+merge", "path", "fa3-dense", "sdpa")
         times = [f"{of[shape, stage]['us']:.0f}" for stage in stages]
         ratio = f"{whole['dense_over']:.2f}"
         rows.append([shape, percent(whole["kept"]), f"{whole['cv']:.2f}", *times, ratio, PATHS[shape][0]])
-    header = [
-        "shape",
-        "kept",
-        "CV",
-        "Estimate, Select",
-        "Attend, Merge",
-        "path",
-        "FA3 dense",
-        "ratio",
-        "paper",
-    ]
+    times = ["Estimate, Select", "Attend, Merge", "path", "FA3 dense", "SDPA dense"]
+    header = ["shape", "kept", "CV", *times, "FA3 over path", "paper"]
     return markdown(header, rows)
 
 
@@ -250,7 +249,7 @@ def division() -> str:
 
 def slots() -> str:
     rows = [
-        [f"{line['margin']:g}", percent(line["overflow"]), f"{line['reserve']:.2f}"]
+        [f"{line['margin']:.3g}", percent(line["overflow"]), f"{line['reserve']:.2f}"]
         for line in load("balance")["records"]
         if line["table"] == "slots"
     ]

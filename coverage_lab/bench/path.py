@@ -28,6 +28,7 @@ from coverage_lab.kernels.decode import DecodePath
 # Reads of Llama-3.1-8B at gamma 0.98 (paper, Table 3), by context in tokens.
 PAPER_READS = {8192: 0.42, 16384: 0.37, 32768: 0.31, 65536: 0.16, 131072: 0.15}
 OTHER_READS = 0.22
+SDPA = "sdpa"
 
 
 def run(
@@ -79,9 +80,8 @@ def _shape(
     timed["attend+merge"] = [partial(path.attend, layer.query, out) for layer, path, out in each]
     timed["path"] = [partial(path, layer.query, out) for layer, path, out in each]
     lists = every_page(layers[0].cache)
-    for name in (ATTEND_DENSE, FA3_DENSE):
-        if name == FA3_DENSE and baselines.get(name).missing(layers[0].cache) is not None:
-            continue
+    others = [name for name in (FA3_DENSE, SDPA) if baselines.get(name).missing(layers[0].cache) is None]
+    for name in (ATTEND_DENSE, *others):
         dense = [attention_call(name, layer, *lists) for layer in layers]
         for at in (0, -1):
             attention_error(name, dense[at](), layers[at], *lists)

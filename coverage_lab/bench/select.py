@@ -105,7 +105,8 @@ def prepared(
     geometry = options.geometry
     dense = geometry.dense_bytes(shape)
     # Estimate reads the summaries: the bytes of two tokens a page.
-    count = how_many(dense // geometry.page_size, int(1.2 * dense), device)
+    # A dense baseline may hold the keys and values once more.
+    count = how_many(dense // geometry.page_size, int(2.2 * dense), device)
     layers = make(shape, geometry, device, count, options.seed)
     heads = geometry.kv_heads * geometry.group
     paths = [

@@ -517,7 +517,7 @@ class TestPath:
         return path.run(self.OPTIONS, CPU)
 
     def test_a_record_for_every_shape_and_stage(self, records: list[dict[str, Any]]):
-        stages = ["estimate", "select", "estimate+select", "attend+merge", "path", "attend-dense"]
+        stages = ["estimate", "select", "estimate+select", "attend+merge", "path", "attend-dense", "sdpa"]
         assert [(r["shape"], r["stage"]) for r in records] == [
             (shape, stage) for shape in ("128x2", "256x1") for stage in stages
         ]

@@ -229,10 +229,8 @@ class TestAttend:
         if change == "transposed":
             strided = pages.mT.contiguous().mT, counts.T.contiguous().T
         elif change == "sliced":
-            given = (
-                torch.stack([pages, pages], -1).flatten(2)[..., ::2],
-                torch.stack([counts] * 2, -1)[..., 0],
-            )
+            doubled = torch.stack([pages, pages], -1).flatten(2)
+            strided = doubled[..., ::2], torch.stack([counts, counts], -1)[..., 0]
         else:
             pages, counts = pages[:1, :1].expand_as(pages), counts[:1, :1].expand_as(counts)
             strided = pages, counts
@@ -649,20 +647,18 @@ class TestBadInput:
 
     def test_limits(self, monkeypatch: pytest.MonkeyPatch):
         case = make()
-        for name, limit in (("lengths", "ragged.MOST_ROWS"), ("key", "ragged.MOST_PAGES")):
-            with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"^{name}: .* at most 3 "):
-                patch.setattr(f"coverage_lab.kernels.{limit}", 3)
-                Attend(case.cache, 8)
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"^lengths: .* at most 3 "):
-            patch.setattr("coverage_lab.kernels.decode.MOST_WIDTH", 3)
-            DecodePath(case.cache, 8, gamma=0.5)
-        for options, name in (
-            ({"blocks": 0}, "blocks"),
-            ({"scale": NAN}, "scale"),
-            ({"scale": 0.0}, "scale"),
+        for name, limit in (
+            ("lengths", "ragged.MOST_ROWS"),
+            ("key", "ragged.MOST_PAGES"),
+            ("lengths", "decode.MOST_WIDTH"),
         ):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"coverage_lab.kernels.{limit}", 3)
+                with pytest.raises(ValueError, match=f"^{name}: .* at most 3 "):
+                    DecodePath(case.cache, 8, gamma=0.5)
+        for name, value in (("blocks", 0), ("scale", NAN), ("scale", 0.0)):
             with pytest.raises(ValueError, match=f"^{name}: "):
-                Attend(case.cache, 8, **options)
+                Attend(case.cache, 8, **{name: value})
 
     def test_gamma_of_a_count(self):
         case = make()
