@@ -245,12 +245,15 @@ def test_policy_counts(trace: Trace, estimator: str, granularity: str, covering:
                 {**line, "kept": needed(policy, line["row"], together[line["row"].place], covering)}
                 for line in rows
             ]
-        expected = [(row["row"].request, row["row"].layer, row["row"].kv_head, row["kept"]) for row in rows]
-        assert [(*line[:3], line[3][column]) for line in found] == expected
+        expected = [
+            (line["row"].request, line["row"].layer, line["row"].kv_head, line["row"].n_pages, line["kept"])
+            for line in rows
+        ]
+        assert [(*line[:4], line[4][column]) for line in found] == expected
 
 
-def counted(request: int, layer: np.ndarray, head: np.ndarray, kept: np.ndarray) -> list[Any]:
-    return [(request, *line) for line in zip(layer.tolist(), head.tolist(), kept.tolist(), strict=True)]
+def counted(request: int, *columns: np.ndarray) -> list[Any]:
+    return [(request, *line) for line in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def needed(policy: Policy, row: plain.Row, siblings: Sequence[plain.Row], covering: float) -> int:
