@@ -16,7 +16,7 @@ from coverage_lab.kernels.estimate.reference import (
     quest_log_mass,
 )
 from coverage_lab.kernels.lists import pack
-from coverage_lab.kernels.select.reference import coverage_counts, rank, take
+from coverage_lab.kernels.select.reference import coverage_counts, fixed_counts, rank, take
 from coverage_lab.kernels.summarize.reference import page_box, page_moments
 from coverage_lab.pages import Rows
 
@@ -107,7 +107,7 @@ def chosen(
         gammas = torch.tensor([gamma], dtype=torch.float64, device=log_mass.device)
         kept = coverage_counts(ranking, gammas)[:, 0]
     else:
-        kept = n_pages.clamp(max=count).maximum(ranking.n_forced.minimum(n_pages))
+        kept = fixed_counts(ranking, count)
     kept = kept.where(n_pages > 0, 0)
     chosen = take(ranking, kept)
     # Pages of the list first, in their order.

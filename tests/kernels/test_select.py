@@ -16,10 +16,12 @@ from coverage_lab.kernels.select.reference import (
     ONE,
     coverage_bisection,
     coverage_counts,
+    fixed_counts,
     fixed_point,
     oracle_counts,
     rank,
     take,
+    thresholds_of,
 )
 from coverage_lab.pages import Rows
 
@@ -338,3 +340,17 @@ def test_cpu_and_gpu_keep_the_same_set(drawn: list[tuple[list[float], int]], gam
     here, there = block(lists, first), block(lists, first, "cuda")
     assert pages(by_sorting(*there, gamma)) == pages(by_sorting(*here, gamma))
     assert pages(coverage_bisection(*there, gamma)) == pages(coverage_bisection(*here, gamma))
+
+
+def test_thresholds_a_pass_are_those_of_the_paper() -> None:
+    """K_B is 8, 4 and 2 for rows of fewer than 256, 1,024 and 4,096 pages; beyond it stays 2."""
+    widths = (1, 255, 256, 1023, 1024, 4095, 4096, 16_384)
+    assert [thresholds_of(width) for width in widths] == [8, 8, 4, 4, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 50])
+def test_the_fixed_count_is_exact(count: int) -> None:
+    ranking = rank(torch.rand(4, 9), rows_of([1, 2, 5, 9]))
+    kept = fixed_counts(ranking, count)
+    # Sink and current page are always among them.
+    assert kept.tolist() == [min(max(count, forced), n) for n, forced in ((1, 1), (2, 2), (5, 2), (9, 2))]

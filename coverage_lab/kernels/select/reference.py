@@ -122,7 +122,21 @@ def coverage_counts(ranking: Ranking, gammas: Tensor) -> Tensor:
     return torch.where(gammas[None, :] >= 1, n_pages, counts.minimum(n_pages))
 
 
-def coverage_bisection(shares: Tensor, rows: Rows, gamma: float, thresholds: int = 8) -> Tensor:
+def fixed_counts(ranking: Ranking, count: int) -> Tensor:
+    """Return how many ranked pages the fixed-count mode keeps, `[rows]` int64 (paper 3.5).
+
+    Exactly `count`, or all where there are fewer; the forced pages are always among them.
+    """
+    n_pages = ranking.rows.n_pages
+    return n_pages.clamp(max=count).maximum(ranking.n_forced.minimum(n_pages))
+
+
+def thresholds_of(width: int) -> int:
+    """Return the paper's K_B, thresholds a pass, for rows of so many pages (section 3.3)."""
+    return 8 if width < 256 else 4 if width < 1024 else 2
+
+
+def coverage_bisection(shares: Tensor, rows: Rows, gamma: float, thresholds: int | None = None) -> Tensor:
     """Return the set of the coverage rule by the search of Algorithm 1, without sorting.
 
     Each pass sums the mass above `thresholds` (the paper's K_B) evenly spaced values and keeps the
@@ -137,8 +151,8 @@ def coverage_bisection(shares: Tensor, rows: Rows, gamma: float, thresholds: int
         Geometry of the rows.
     gamma : float
         Coverage in (0, 1].
-    thresholds : int
-        Thresholds per pass, a power of two from 2 on.
+    thresholds : int, optional
+        Thresholds per pass, a power of two from 2 on; the paper's for this width by default.
 
     Returns
     -------
@@ -146,6 +160,7 @@ def coverage_bisection(shares: Tensor, rows: Rows, gamma: float, thresholds: int
         `[rows, width]` bool.
     """
     width = shares.shape[1]
+    thresholds = thresholds_of(width) if thresholds is None else thresholds
     valid, forced = rows.valid(width), rows.forced(width)
     if gamma >= 1:
         return valid
