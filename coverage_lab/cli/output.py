@@ -92,7 +92,8 @@ def print_table(
     # A title of the table's own would be broken to its width.
     screen.print(Text(title, style="bold"), soft_wrap=True)
     # What is still too wide goes over the edge, and is not cut.
-    screen.print(drawn, width=max(natural, screen.width), crop=False, no_wrap=True, overflow="ignore")
+    wide = Console(file=screen.file, width=max(natural, screen.width), force_terminal=screen.is_terminal)
+    wide.print(drawn)
     if left_out:
         names = ", ".join(" ".join(name.split()) for name in left_out)
         screen.print(f"Left out, for want of width: {names}. --json and --csv have them.", highlight=False)
