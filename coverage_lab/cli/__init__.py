@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 
 from coverage_lab import __version__
-from coverage_lab.cli import balance, bench, collect, compare_policies, fit_profile, variation
+from coverage_lab.cli import balance, bench, collect, compare_policies, fit_profile, replay, variation
 from coverage_lab.errors import CoverageLabError
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ app.command("compare-policies", context_settings={"allow_extra_args": True})(
     compare_policies.compare_policies
 )
 app.command("variation")(variation.variation)
+app.command("replay", context_settings={"allow_extra_args": True})(replay.replay)
 app.command("fit-profile")(fit_profile.fit_profile)
 app.command("balance")(balance.balance)
 app.add_typer(bench.app, name="bench")

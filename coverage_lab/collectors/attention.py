@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 from coverage_lab.errors import CoverageLabError
 
@@ -51,15 +51,19 @@ class AttentionCall:
     output: Tensor
 
 
-_observer: ContextVar[Callable[[AttentionCall], None] | None] = ContextVar("observer", default=None)
+# What an observer returns, if anything, stands in for the output of the call.
+Observer = Callable[[AttentionCall], Tensor | None]
+
+_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
-def observed_attention(model: PreTrainedModel, observe: Callable[[AttentionCall], None]) -> Iterator[None]:
+def observed_attention(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
     """Call `observe` with every attention call of `model` inside the context.
 
     The model's own attention function (SDPA, flash or eager) and its own mask function still do the
-    work, so outputs do not change. The model's configuration names ours inside the context only.
+    work, so outputs do not change, unless `observe` returns another one, shaped as `AttentionCall.output`.
+    The model's configuration names ours inside the context only.
 
     Raises
     ------
@@ -94,7 +98,9 @@ def _register(base: str) -> str:
         result = (function or _eager_attention(module))(module, query, key, value, attention_mask, **options)
         observe = _observer.get()
         if observe is not None:
-            observe(_call(module, query, key, value, result[0], options))
+            instead = observe(_call(module, query, key, value, result[0], options))
+            if instead is not None:
+                return (instead, *result[1:])
         return result
 
     # Keeps the base's name, in which transformers looks for "flash"; a slash would name a kernel on the hub.
@@ -124,6 +130,11 @@ def _call(
 def cache_argument(model: PreTrainedModel) -> str:
     """Return the name under which `model.forward` takes its cache; it depends on the transformers release."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def fresh_cache(model: PreTrainedModel) -> dict[str, Any]:
+    """Return an empty cache as an argument of `model.forward`."""
+    return {cache_argument(model): DynamicCache(config=model.config)}
 
 
 def _eager_attention(module: Any) -> Callable[..., Any]:

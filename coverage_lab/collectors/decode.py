@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from coverage_lab.collectors.attention import AttentionCall, cache_argument, observed_attention
+from coverage_lab.collectors.attention import AttentionCall, fresh_cache, observed_attention
 from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.collectors.recorder import RequestRecorder
 
@@ -82,7 +81,7 @@ def decode_batch(
             if result.active:
                 recorder.see(call, row, cached, step)
 
-    cache = {cache_argument(model): DynamicCache(config=model.config)}
+    cache = fresh_cache(model)
     with torch.inference_mode(), observed_attention(model, observe):
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
         logits = model(

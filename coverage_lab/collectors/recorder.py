@@ -60,12 +60,7 @@ class RequestRecorder:
         step : int or None
             Decode step, or None while the prompt is read.
         """
-        # A static cache is longer than what it holds, and a batch is padded on the left.
-        held = min(cached, call.key.shape[-2])
-        visible = slice(max(0, self.padding - (cached - held)), held)
-        keys = call.key[row, :, visible]
-        tokens = cached - self.padding
-        oldest = tokens - keys.shape[-2]  # token of the request that keys[:, 0] belongs to
+        keys, visible, oldest, tokens = self._visible(call, row, cached)
         self._summarize(call.layer, keys, oldest, tokens)
         if step is not None:
             mass = self._log_mass(call, row, keys, oldest, tokens)
@@ -73,6 +68,24 @@ class RequestRecorder:
             self.bytes += mass.numel() * mass.element_size()
             if step in self.tensor_steps:
                 self._keep_tensors(call, row, visible, step)
+
+    def masses(self, call: AttentionCall, row: int, cached: int) -> Tensor:
+        """Return the log masses of a decode step, `[1 + estimators, KV heads, G, pages]`, and keep none.
+
+        Parameters are those of `see`.
+        """
+        keys, _, oldest, tokens = self._visible(call, row, cached)
+        self._summarize(call.layer, keys, oldest, tokens)
+        return self._log_mass(call, row, keys, oldest, tokens)
+
+    def _visible(self, call: AttentionCall, row: int, cached: int) -> tuple[Tensor, slice, int, int]:
+        """Return the request's keys, where they lie, the token of the first one, and how many there were."""
+        # A static cache is longer than what it holds, and a batch is padded on the left.
+        held = min(cached, call.key.shape[-2])
+        visible = slice(max(0, self.padding - (cached - held)), held)
+        keys = call.key[row, :, visible]
+        tokens = cached - self.padding
+        return keys, visible, tokens - keys.shape[-2], tokens
 
     def take(self) -> dict[int, list[Tensor]]:
         """Return and forget the log masses so far.

@@ -1,0 +1,139 @@
+"""Replay the requests of a trace and sum up what policies made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from coverage_lab.bootstrap import ratio_interval
+from coverage_lab.collectors.models import LoadedModel, load_model
+from coverage_lab.errors import CoverageLabError
+from coverage_lab.policies.policy import Policy, parse_policy
+from coverage_lab.replay.replay import ListsFrom, replay_request
+from coverage_lab.trace import Trace
+
+# Every page kept: what is left of the divergence is numerical error.
+CONTROL = "exact/coverage:1"
+
+
+def load_traced_model(trace: Trace, name: str | None = None, device: str | None = None) -> LoadedModel:
+    """Return the model that a trace was recorded with.
+
+    Parameters
+    ----------
+    trace : Trace
+    name : str, optional
+        Where the model is now, if not where it was.
+    device : str, optional
+
+    Raises
+    ------
+    CoverageLabError
+        If it has other weights.
+    """
+    recorded = trace.manifest["run"]["model"]
+    loaded = load_model(name or recorded["model"], recorded["dtype"], device)
+    if loaded.identity["weights"] != recorded["weights"]:
+        raise CoverageLabError(
+            f"the weights of {name or recorded['model']} are not those that {trace.path} was recorded with; "
+            "give the right one with --model"
+        )
+    return loaded
+
+
+def replay(
+    trace: Trace,
+    loaded: LoadedModel,
+    policies: Sequence[Policy],
+    *,
+    lists: ListsFrom = "live",
+    limit: int | None = None,
+    steps: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda request, done, all_: None,
+) -> list[dict[str, Any]]:
+    """Return a record for every request and policy, the control first.
+
+    Parameters
+    ----------
+    trace : Trace
+    loaded : LoadedModel
+        Of `load_traced_model`.
+    policies : sequence of Policy
+        Those that are given and the control, which keeps every page.
+    lists : {"live", "recorded"}
+        Whose queries choose: those of the sparse run, or those of the dense one.
+    limit, steps : int, optional
+        At most so many requests, and steps of each.
+    progress : callable
+        Called with the request, runs done and runs in all, after every run.
+    """
+    asked = [parse_policy(CONTROL), *(policy for policy in policies if str(policy) != CONTROL)]
+    requests = [
+        line
+        for line in trace.requests.sort("request_id").to_dicts()
+        if line["status"] == "ok" and line["decoded_ids"]
+    ][:limit]
+    if not requests:
+        raise CoverageLabError(
+            f"{trace.path} has no request with a decode step; record one with --ignore-eos"
+        )
+    records, done, runs = [], 0, len(requests) * (len(asked) + 1)
+    for line in requests:
+
+        def step(name: str = line["request_id"]) -> None:
+            nonlocal done
+            done += 1
+            progress(name, done, runs)
+
+        fed = line["decoded_ids"][:steps]
+        try:
+            found = replay_request(loaded, line["prompt_ids"], fed, asked, trace.page_size, lists, step)
+        except torch.OutOfMemoryError:
+            raise CoverageLabError(
+                f"out of memory at {line['request_id']} ({line['prompt_tokens']} prompt tokens)"
+            ) from None
+        records += [
+            {
+                "request_id": line["request_id"],
+                "prompt_tokens": line["prompt_tokens"],
+                "policy": str(policy),
+                **one.record(),
+            }
+            for policy, one in zip(asked, found, strict=True)
+        ]
+    return records
+
+
+def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
+    """Return a line for every policy; intervals resample requests.
+
+    `kl_mean`, `agreement` are means over steps, `kl_p99` the largest p99 of a request, `reads` the pages kept
+    over those seen; `coverage_mean` is a mean over the rows of every step.
+    """
+    lines = []
+    for policy in dict.fromkeys(record["policy"] for record in records):
+        own = [record for record in records if record["policy"] == policy]
+        steps = np.array([record["steps"] for record in own], float)
+        divergence = np.array([record["kl_mean"] for record in own]) * steps
+        kept, pages, covered = (
+            np.array([record[name] for record in own], float) for name in ("kept", "pages", "coverage_mean")
+        )
+        low, high = ratio_interval(divergence, steps, seed)
+        lines.append(
+            {
+                "policy": policy,
+                "requests": len(own),
+                "steps": int(steps.sum()),
+                "reads": float(kept.sum() / pages.sum()),
+                "kl_mean": float(divergence.sum() / steps.sum()),
+                "ci_low": low,
+                "ci_high": high,
+                "kl_p99": max(record["kl_p99"] for record in own),
+                "agreement": float(np.average([record["agreement"] for record in own], weights=steps)),
+                "coverage_mean": float(np.average(covered, weights=steps)),
+            }
+        )
+    return lines
