@@ -1,9 +1,9 @@
 """Write the tables of the README and of docs/ from the committed results.
 
-    python benchmarks/tables.py [--check]
+    python benchmarks/tables.py [--check | --figures]
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; `--check` changes nothing and fails
-where a page differs.
+where a page differs; `--figures` draws the figures of docs/images that come from results.
 """
 
 import argparse
@@ -24,13 +24,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--figures", action="store_true")
     options = parser.parse_args()
+    if options.figures:
+        draw()
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
         after = fill(before)
         if options.check and after != before:
             sys.exit(f"{page.relative_to(ROOT)} is not what `python benchmarks/tables.py` writes")
         page.write_text(after, encoding="utf-8")
+
+
+def draw() -> None:
+    """Draw attention time against the spread of list lengths."""
+    from coverage_lab.analyses import attend_time
+
+    result = load("attend_h200")
+    geometry = result["geometry"]
+    title = (
+        f"Attention, one layer on an {result['machine']['device']}: {geometry['kv_heads']} KV heads, "
+        f"{geometry['group']} query heads each, D {geometry['head_dim']}, "
+        f"{geometry['page_size']}-token pages, {geometry['dtype']}"
+    )
+    figure = attend_time.figure(attend_time.to_frame(result["records"]), title)
+    figure.savefig(ROOT / "docs" / "images" / "attend_h200.png", dpi=160)
 
 
 def fill(text: str) -> str:

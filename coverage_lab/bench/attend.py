@@ -94,8 +94,9 @@ def _shape(
             options.trace, options.policy, shape.batch, geometry.kv_heads, pages, options.seed
         )
         drawn["trace"] = real.ravel()
-    count = how_many(int(options.kept * geometry.dense_bytes(shape)), 2 * geometry.dense_bytes(shape), device)
-    say(f"{shape}: layers ({count}, {geometry.dense_bytes(shape) / 2**20:.1f} MiB each)")
+    dense = geometry.dense_bytes(shape)
+    count = how_many(max(1, int(options.kept * dense)), 2 * dense, device)
+    say(f"{shape}: layers ({count}, {dense / 2**20:.1f} MiB each)")
     layers = make(shape, geometry, device, count, options.seed)
     records = []
 

@@ -32,10 +32,10 @@ class SelectOptions:
     ----------
     shapes : sequence of Shape
     geometry : Geometry
-    gamma : float, optional
-        Coverage; where `reads` is given, it is found.
-    reads : sequence of float, optional
-        Fraction of the pages that each shape keeps.
+    gamma : float
+        Coverage; `bench path` looks for the one that keeps what `reads` says.
+    reads : sequence of float
+        Fraction of the pages that each shape keeps; of `bench path` alone.
     estimator : {"mvar", "mean", "quest"}
     seed : int
     """
@@ -82,8 +82,8 @@ def run(
         }
         for stage, call in stages(layers, paths).items():
             say(f"{shape}: {stage}")
-            base_us = 1e6 * seconds_a_call(enough(call, device), device)
-            records.append({**base, "stage": stage, "us": base_us})
+            us = 1e6 * seconds_a_call(enough(call, device), device)
+            records.append({**base, "stage": stage, "us": us})
     return records
 
 

@@ -12,7 +12,6 @@ import typer
 from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet
 
 PAPER_OVERFLOW = 0.024
-MOST_ROWS = 4096  # as the kernels
 
 
 def balance(
@@ -42,6 +41,7 @@ def balance(
     from coverage_lab.bench.shapes import Geometry, Shape
     from coverage_lab.cli import output
     from coverage_lab.errors import CoverageLabError
+    from coverage_lab.kernels.ragged import MOST_ROWS
     from coverage_lab.policies.policy import parse_policy
     from coverage_lab.trace import Trace
 
@@ -52,7 +52,9 @@ def balance(
     pages, rows = geometry.pages(where), geometry.rows(where)
     lengths.check_kept(kept)
     if rows > MOST_ROWS:
-        raise CoverageLabError(f"shape {where} has {rows} rows; at most {MOST_ROWS} are possible")
+        raise CoverageLabError(
+            f"shape {where} has {rows} rows (requests x KV heads); at most {MOST_ROWS} are possible"
+        )
     gpu = analysis.Gpu(multiprocessors=multiprocessors, resident=resident, page_size=page_size)
     parsed = parse_policy(policy)
     steps = None

@@ -40,7 +40,7 @@ PageSize = Annotated[int, typer.Option(help="Tokens a page.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if any.")]
 Estimator = Annotated[str, typer.Option(help="mvar, mean or quest.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of keys, values, queries and lists.")]
+Seed = Annotated[int, typer.Option(max=2**63 - 1, min=0, help="Seed of keys, values, queries and lists.")]
 
 
 @app.command()

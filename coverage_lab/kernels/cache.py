@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ class PagedCache:
                 f"value: {tuple(self.value.shape)} {self.value.dtype} does not go with keys of "
                 f"{tuple(self.key.shape)} {self.key.dtype}"
             )
-        if self.max_tokens < 1 or self.kv_heads < 1:
+        if self.max_tokens < 1 or not self.key.numel():
             raise ValueError(f"key: {tuple(self.key.shape)} has no room for a token")
         for name in ("value", "lengths", "table"):
             tensor = getattr(self, name)
@@ -91,6 +92,8 @@ class PagedCache:
             Tokens a page.
         """
         _check_dims(key, value)
+        if page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size: {page_size!r} is not one of {PAGE_SIZES}")
         batch, kv_heads, tokens, head_dim = key.shape
         _check_numbers("lengths", lengths, batch)
         key_strides, value_strides = (
@@ -114,7 +117,8 @@ class PagedCache:
         lengths : Tensor
             `[B]` int32.
         table : Tensor
-            `[B, pages]` int32.
+            `[B, pages]` int32: pages of the pool, which is not checked; entries beyond a request's length are
+            not looked at.
         layout : {"NHD", "HND"}
         """
         _check_dims(key, value)
@@ -125,6 +129,8 @@ class PagedCache:
         token, head = (1, 2) if layout == "NHD" else (2, 1)
         key_strides, value_strides = ((0, t.stride(0), t.stride(token), t.stride(head)) for t in (key, value))
         size, kv_heads, head_dim = key.shape[token], key.shape[head], key.shape[3]
+        if size not in PAGE_SIZES:
+            raise ValueError(f"key: pages of {size} tokens in layout {layout}; {PAGE_SIZES} are possible")
         tokens = table.shape[1] * size
         return cls(key, value, key_strides, value_strides, lengths, table, size, kv_heads, head_dim, tokens)
 
@@ -191,21 +197,26 @@ def _check_numbers(name: str, tensor: Tensor, count: int | None, columns: bool =
 
 def _check_dims(key: Tensor, value: Tensor) -> None:
     for name, tensor in (("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: must be a tensor, not {type(tensor).__name__}")
         if tensor.ndim != 4:
             raise ValueError(f"{name}: must have 4 dimensions, not {tensor.ndim}")
 
 
 def check_kernel(cache: PagedCache, query_heads: int) -> int:
     """Return the query heads a KV head, or raise ValueError for what the kernels can't take."""
+    group = check_heads(cache, query_heads)
     if cache.head_dim not in HEAD_DIMS:
         raise ValueError(f"key: head dimension {cache.head_dim} is not one of {HEAD_DIMS}")
     if cache.key.dtype not in DTYPES:
         raise ValueError(f"key: {cache.key.dtype} is not bfloat16 or float16")
-    return check_heads(cache, query_heads)
+    return group
 
 
 def check_heads(cache: PagedCache, query_heads: int, name: str = "query_heads") -> int:
     """Return the query heads a KV head, or raise ValueError if they are not as many for each."""
+    if type(query_heads) is not int:
+        raise ValueError(f"{name}: {query_heads!r} is no whole number")
     group, rest = divmod(query_heads, cache.kv_heads)
     if rest:
         raise ValueError(f"{name}: {query_heads} heads are no multiple of {cache.kv_heads} KV heads")
@@ -217,14 +228,16 @@ def check_heads(cache: PagedCache, query_heads: int, name: str = "query_heads") 
 def check_scale(scale: float | None, head_dim: int) -> float:
     """Return the softmax scale, or raise ValueError if it is none."""
     if scale is None:
-        return head_dim**-0.5
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale: {scale} is not a positive number")
-    return scale
+        return float(head_dim**-0.5)
+    if not isinstance(scale, Real) or not 0 < scale < math.inf:
+        raise ValueError(f"scale: {scale!r} is not a positive number")
+    return float(scale)
 
 
 def check_out(out: Tensor, query: Tensor) -> None:
     """Raise ValueError if a result for this query can't be written there."""
+    if not isinstance(out, Tensor):
+        raise ValueError(f"out: must be a tensor, not {type(out).__name__}")
     if (out.shape, out.dtype, out.device) != (query.shape, query.dtype, query.device):
         raise ValueError(f"out: {tuple(out.shape)} {out.dtype} on {out.device} is not like the query")
     if not out.is_contiguous():
@@ -243,6 +256,8 @@ def check_geometry(head_dim: int, page_size: int, group: int) -> None:
 
 def check_query(cache: PagedCache, query: Tensor) -> int:
     """Return the query heads a KV head, or raise ValueError if the query does not go with the cache."""
+    if not isinstance(query, Tensor):
+        raise ValueError(f"query: must be a tensor, not {type(query).__name__}")
     if query.ndim != 3 or query.shape[0] != cache.batch or query.shape[2] != cache.head_dim:
         raise ValueError(
             f"query: must be [{cache.batch}, query heads, {cache.head_dim}], not {tuple(query.shape)}"

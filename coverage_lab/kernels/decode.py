@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -147,7 +148,7 @@ class DecodePath:
                 dtype=cache.key.dtype,
                 device=device,
             ),
-            log_mass=torch.empty(cache.rows, group, cache.max_pages, device=device),
+            log_mass=torch.empty(cache.rows, group, cache.max_pages, dtype=torch.float32, device=device),
             pages=torch.zeros(*rows, cache.max_pages, dtype=torch.int32, device=device),
             # Before the first step a list is one page without tokens.
             lists=PageLists(
@@ -189,23 +190,27 @@ class DecodePath:
 
     def estimate(self, query: Tensor) -> Tensor:
         """Write and return the log masses, `[rows, G, pages]` float32; beyond a row nothing is written."""
-        if check_query(self.cache, query) != self._step.group:
-            raise ValueError(f"query: {query.shape[1]} heads; this path was made for {self.query_heads}")
+        self._check(query)
         if not self._summarized:
             raise ValueError("summaries: there are none yet; call summarize once after the prefill")
         self._kernels.estimate(self._step, query)
         return self.log_mass
 
     def estimate_error(self, query: Tensor) -> float:
-        """Return the largest error of the latest log masses against the reference, over one more than theirs.
+        """Return the largest error of the latest estimate against the reference, over one more than its size.
 
-        Both are made of the same summaries. It waits for the device.
+        Log masses are compared, made of the same summaries, and the summaries themselves after the step. It
+        waits for the device.
         """
-        wanted = replace(self._step, log_mass=torch.empty_like(self.log_mass))
+        step = self._step
+        wanted = replace(step, log_mass=torch.empty_like(step.log_mass), summary=step.summary.clone())
         step_reference.estimate(wanted, query)
-        there = wanted.log_mass.isfinite()
-        error = (self.log_mass - wanted.log_mass).abs() / (1 + wanted.log_mass.abs())
-        return float(error[there].nan_to_num(nan=torch.inf).max())
+        worst = 0.0
+        for found, right in ((step.log_mass, wanted.log_mass), (step.summary, wanted.summary)):
+            there = right.isfinite()
+            error = (found.float() - right.float()).abs() / (1 + right.float().abs())
+            worst = max([worst, float(error.where(there, 0).nan_to_num(nan=torch.inf).max())])
+        return worst
 
     def select(self) -> PageLists:
         """Write and return the lists that the budget makes of the latest log masses."""
@@ -214,13 +219,11 @@ class DecodePath:
 
     def attend(self, query: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the attention over the latest lists, `[B, query heads, D]`, in `out` if given."""
+        self._check(query, out)
         if self._attend is not None:
             return self._attend(query, self.cache, self.lists, out)
         found = attend_reference.attend(query, self.cache, self.pages, self.counts, self.scale)
-        if out is None:
-            return found
-        check_out(out, query)
-        return out.copy_(found)
+        return found if out is None else out.copy_(found)
 
     def __call__(self, query: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the attention of a decode step over the pages that it selects.
@@ -238,15 +241,20 @@ class DecodePath:
         Tensor
             `[B, query heads, D]`.
         """
-        check_query(self.cache, query)
-        if out is not None:
-            check_out(out, query)
+        self._check(query, out)
         self.estimate(query)
         self.select()
         return self.attend(query, out)
 
+    def _check(self, query: Tensor, out: Tensor | None = None) -> None:
+        """Raise ValueError for a query or an output that this path was not made for."""
+        if check_query(self.cache, query) != self._step.group:
+            raise ValueError(f"query: {query.shape[1]} heads; this path was made for {self.query_heads}")
+        if out is not None:
+            check_out(out, query)
+
 
 def check_gamma(gamma: float) -> None:
     """Raise ValueError if this is no coverage."""
-    if not isinstance(gamma, int | float) or not 0 < gamma <= 1:
+    if not isinstance(gamma, Real) or not 0 < gamma <= 1:
         raise ValueError(f"gamma: {gamma!r} is not a number in (0, 1]")

@@ -49,8 +49,8 @@ class Attend:
             )
         if cache.physical_pages > MOST_PAGES:
             raise ValueError(f"key: {cache.physical_pages} pages; at most {MOST_PAGES} can be addressed")
-        if blocks is not None and blocks < 1:
-            raise ValueError(f"blocks: {blocks} is less than one")
+        if blocks is not None and (type(blocks) is not int or blocks < 1):
+            raise ValueError(f"blocks: {blocks!r} is no whole number from one on")
         self.scale = check_scale(scale, cache.head_dim)
         self._shape = _shape(cache)
         if blocks is None:
@@ -59,8 +59,10 @@ class Attend:
                 processors = torch.cuda.get_device_properties(device).multi_processor_count
                 blocks = BLOCKS_PER_MULTIPROCESSOR * processors
         self.blocks = blocks
-        self._parts = torch.empty(2 * blocks, self.group, cache.head_dim, device=device)
-        self._log_sums = torch.empty(2 * blocks, self.group, device=device)
+        # The dtype is said, since a framework may have set another default.
+        shape = 2 * blocks, self.group
+        self._parts = torch.empty(*shape, cache.head_dim, dtype=torch.float32, device=device)
+        self._log_sums = torch.empty(shape, dtype=torch.float32, device=device)
         self._first_page = torch.empty(cache.rows, dtype=torch.int32, device=device)
         self._share = torch.empty(1, dtype=torch.int32, device=device)
 
@@ -83,11 +85,10 @@ class Attend:
         from coverage_lab.kernels.merge.triton import merge_kernel
 
         group = check_query(cache, query)
-        if (group, _shape(cache)) != (self.group, self._shape):
-            raise ValueError(
-                f"cache: {_shape(cache)} with {group} query heads a KV head; the workspace is for "
-                f"{self._shape} with {self.group}"
-            )
+        if _shape(cache) != self._shape:
+            raise ValueError(f"cache: {_shape(cache)}; the workspace is for {self._shape}")
+        if group != self.group:
+            raise ValueError(f"query: {group} heads a KV head; the workspace is for {self.group}")
         check_packed(cache, lists)
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -111,7 +112,7 @@ class Attend:
             query.stride(1),
             *cache.key_strides,
             *cache.value_strides,
-            lists.entries.stride(1),
+            lists.entries.shape[2],
             cache.rows,
             cache.kv_heads,
             **sizes,

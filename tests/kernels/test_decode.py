@@ -534,7 +534,7 @@ class TestBadInput:
         [
             ({"dtype": torch.float32}, "key"),
             ({"head_dim": 48}, "key"),
-            ({"page_size": 8}, "page_size"),
+            ({"page_size": 8}, "key"),
             ({"group": 17}, "query_heads"),
         ],
     )
@@ -660,6 +660,66 @@ class TestBadInput:
             with pytest.raises(ValueError, match=f"^{name}: "):
                 Attend(case.cache, 8, **{name: value})
 
+    def test_wrong_types_are_named(self):
+        case = make()
+        path = DecodePath(case.cache, 8, gamma=0.9)
+        path.summarize()
+        lengths = torch.tensor([5], dtype=torch.int32)
+        for name, call in (
+            ("query", lambda: path([1])),
+            ("out", lambda: path(case.query, [1])),
+            ("query_heads", lambda: DecodePath(case.cache, 8.0, gamma=0.9)),
+            ("scale", lambda: DecodePath(case.cache, 8, gamma=0.9, scale="x")),
+            ("scale", lambda: DecodePath(case.cache, 8, gamma=0.9, scale=torch.ones(()))),
+            ("blocks", lambda: Attend(case.cache, 8, blocks=1.5)),
+            ("key", lambda: PagedCache.contiguous(None, None, lengths)),
+            ("page_size", lambda: PagedCache.contiguous(*[torch.ones(1, 1, 9, 64)] * 2, lengths, None)),
+            ("key", lambda: PagedCache.contiguous(*[torch.ones(1, 1, 9, 0)] * 2, lengths)),
+        ):
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                call()
+        # numpy's numbers are numbers.
+        assert DecodePath(case.cache, 8, gamma=np.float32(0.5)).gamma == 0.5
+
+    def test_another_default_dtype_changes_nothing(self):
+        case = make()
+        runs = []
+        for dtype in (torch.float32, torch.float16):
+            torch.set_default_dtype(dtype)
+            try:
+                path = DecodePath(case.cache, 8, gamma=0.9)
+                path.summarize()
+                runs.append(path(case.query))
+            finally:
+                torch.set_default_dtype(torch.float32)
+            assert path.log_mass.dtype == torch.float32
+        assert torch.equal(*runs)
+
+    def test_entries_of_one_kv_head_with_odd_strides(self):
+        """Contiguous, as torch counts axes of one, and yet its strides say nothing of rows."""
+        case = make(kv_heads=1)
+        pages, counts = random_lists(case)
+        lists = pack(case.cache, pages, counts)
+        odd = torch.zeros(1, 3, pages.shape[2], dtype=torch.int32).transpose(0, 1)
+        odd.copy_(lists.entries)
+        assert odd.is_contiguous()
+        run = Attend(case.cache, 4)
+        close(run(case.query, case.cache, replace(lists, entries=odd)), expected(case, pages, counts))
+
+    def test_a_wrong_estimate_or_summary_is_seen(self):
+        case = make(lengths=(64, 200))
+        path = DecodePath(case.cache, 8, gamma=0.9)
+        path.summarize()
+        path.estimate(case.query)
+        assert path.estimate_error(case.query) < 1e-3
+        filled = int(case.cache.table[0, 3])  # type: ignore[index]
+        path._step.summary[filled] += 1.0
+        assert path.estimate_error(case.query) > 0.1
+        assert path.estimate_error(case.query) > 0.1  # and it is not mended on the way
+        path.estimate(case.query)
+        path.log_mass[3, 1, 2] += 1.0
+        assert path.estimate_error(case.query) > 0.05
+
     def test_gamma_of_a_count(self):
         case = make()
         path = DecodePath(case.cache, 8, count=3)
@@ -687,7 +747,7 @@ class TestBadInput:
         run = Attend(case.cache, case.query.shape[1])
         for name, arguments in (
             ("cache", (make(lengths=(5, 9)).query, make(lengths=(5, 9)).cache, lists)),
-            ("cache", (case.query[:, :2].contiguous(), case.cache, lists)),
+            ("query", (case.query[:, :2].contiguous(), case.cache, lists)),
             ("out", (case.query, case.cache, lists, torch.empty_like(case.query).float())),
             ("out", (case.query, case.cache, lists, torch.empty_like(case.query)[:2])),
             ("out", (case.query, case.cache, lists, torch.empty_like(case.query).mT.contiguous().mT)),
