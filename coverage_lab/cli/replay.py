@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from coverage_lab.cli.options import CsvPath, JsonPath, Quiet, Seed, TracePath
+from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed, TracePath
 
 DEFAULT = ("mvar/coverage:0.98",)
 
@@ -30,21 +31,27 @@ def replay(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if any.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many requests.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="At most this many steps a request.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Keep what is finished in this file; an unfinished run goes on."),
+    ] = None,
     seed: Seed = 0,
     json: JsonPath = None,
     csv: CsvPath = None,
+    figure: FigurePath = None,
     quiet: Quiet = False,
 ) -> None:
     """Feed recorded tokens to the model under policies, and compare what it predicts with dense attention."""
     from rich.console import Console
 
+    from coverage_lab.analyses import divergence
     from coverage_lab.cli import output
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.policies.policy import parse_policy
     from coverage_lab.replay import report
     from coverage_lab.trace import Trace
 
-    output.check_outputs(json, csv)
+    output.check_outputs(to, json, csv, figure=figure)
     if context.args and not policies:
         raise CoverageLabError(f"unexpected argument {context.args[0]!r}; policies come after --policies")
     if lists not in ("live", "recorded"):
@@ -70,6 +77,7 @@ def replay(
             lists=lists,  # type: ignore[arg-type]
             limit=limit,
             steps=steps,
+            output=to,
             progress=progress,
         )
     found = report.summarize(records, seed)
@@ -108,3 +116,5 @@ def replay(
                 highlight=False,
                 soft_wrap=True,
             )
+    if figure:
+        output.save_figure(divergence.figure(divergence.to_frame(found)), figure)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from coverage_lab.bootstrap import ratio_interval
 from coverage_lab.collectors.models import LoadedModel, load_model
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.policies.policy import Policy, parse_policy
+from coverage_lab.replay.journal import Journal
 from coverage_lab.replay.replay import ListsFrom, replay_request
 from coverage_lab.trace import Trace
 
@@ -52,6 +55,7 @@ def replay(
     lists: ListsFrom = "live",
     limit: int | None = None,
     steps: int | None = None,
+    output: Path | None = None,
     progress: Callable[[str, int, int], None] = lambda request, done, all_: None,
 ) -> list[dict[str, Any]]:
     """Return a record for every request and policy, the control first.
@@ -67,6 +71,8 @@ def replay(
         Whose queries choose: those of the sparse run, or those of the dense one.
     limit, steps : int, optional
         At most so many requests, and steps of each.
+    output : Path, optional
+        A file that takes the records of each finished request; those that it has already are not run again.
     progress : callable
         Called with the request, runs done and runs in all, after every run.
     """
@@ -80,8 +86,14 @@ def replay(
         raise CoverageLabError(
             f"{trace.path} has no request with a decode step; record one with --ignore-eos"
         )
+    journal = None if output is None else Journal(output, _identity(trace, loaded, asked, lists, steps))
     records, done, runs = [], 0, len(requests) * (len(asked) + 1)
     for line in requests:
+        if journal is not None and line["request_id"] in journal.finished:
+            records += journal.finished[line["request_id"]]
+            done += len(asked) + 1
+            progress(line["request_id"], done, runs)
+            continue
 
         def step(name: str = line["request_id"]) -> None:
             nonlocal done
@@ -95,7 +107,7 @@ def replay(
             raise CoverageLabError(
                 f"out of memory at {line['request_id']} ({line['prompt_tokens']} prompt tokens)"
             ) from None
-        records += [
+        own = [
             {
                 "request_id": line["request_id"],
                 "prompt_tokens": line["prompt_tokens"],
@@ -104,7 +116,26 @@ def replay(
             }
             for policy, one in zip(asked, found, strict=True)
         ]
+        if journal is not None:
+            journal.add(line["request_id"], own)
+        records += own
     return records
+
+
+def _identity(
+    trace: Trace, loaded: LoadedModel, policies: Sequence[Policy], lists: str, steps: int | None
+) -> dict[str, Any]:
+    """Return what decides the records of a request."""
+    manifest = hashlib.sha256((trace.path / "manifest.json").read_bytes()).hexdigest()
+    return {
+        "trace": manifest[:16],
+        "weights": loaded.identity["weights"],
+        "dtype": loaded.identity["dtype"],
+        "device": loaded.identity["device"],
+        "policies": [str(policy) for policy in policies],
+        "lists": lists,
+        "steps": steps,
+    }
 
 
 def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:

@@ -4,8 +4,10 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 from torch import Tensor
@@ -19,10 +21,11 @@ from transformers import (
 
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.models import LoadedModel, probe
+from coverage_lab.errors import CoverageLabError
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.choice import choose, rows_of
-from coverage_lab.replay.replay import replay_request
-from coverage_lab.replay.report import summarize
+from coverage_lab.replay.replay import Replayed, replay_request
+from coverage_lab.replay.report import replay, summarize
 from coverage_lab.replay.sparse import attend_pages
 
 PAGE = 8
@@ -253,3 +256,93 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         assert (stop.value.code, said.out) == (2, "")
         assert message in said.err
         assert said.err.count("\n") == 1
+
+
+class TestJournal:
+    """Runs that stop and go on; the model's part is stood in for."""
+
+    @pytest.fixture
+    def run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        lengths = [3, 5, 7]
+        requests = pl.DataFrame(
+            {
+                "request_id": ["a", "b", "c"],
+                "status": ["ok"] * 3,
+                "prompt_tokens": lengths,
+                "prompt_ids": [[1] * length for length in lengths],
+                "decoded_ids": [[1, 2]] * 3,
+            }
+        )
+        trace: Any = SimpleNamespace(requests=requests, page_size=PAGE, path=tmp_path)
+        (tmp_path / "manifest.json").write_text("{}")
+        ran: list[int] = []
+
+        def stand_in(
+            loaded: Any, prompt: list[int], fed: list[int], policies: Any, *rest: Any
+        ) -> list[Replayed]:
+            if len(ran) == stop[0]:
+                raise KeyboardInterrupt
+            ran.append(len(prompt))
+            some = torch.full((len(fed),), 1 / (1 + len(prompt)), dtype=torch.float64)
+            return [Replayed(some, some > 0, 1 + len(prompt), 2 + len(prompt), some[None]) for _ in policies]
+
+        stop = [99]
+        monkeypatch.setattr("coverage_lab.replay.report.replay_request", stand_in)
+        identity = {"weights": "w", "dtype": "float32", "device": "cpu"}
+        loaded = LoadedModel(None, None, (), (), identity)  # type: ignore[arg-type]
+
+        def replayed(file: Path | None, stop_at: int = 99, text: str = "exact/fixed:3") -> Any:
+            ran.clear()
+            stop[0] = stop_at
+            return replay(trace, loaded, [parse_policy(text)], output=file), len(ran)
+
+        return replayed
+
+    def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(self, run: Any, tmp_path: Path):
+        whole, parts = tmp_path / "whole", tmp_path / "parts"
+        records, ran = run(whole)
+        assert (len(records), ran) == (6, 3)
+        with pytest.raises(KeyboardInterrupt):
+            run(parts, 2)
+        # As if it had been killed while it wrote.
+        with parts.open("a") as file:
+            file.write('{"request_id": "half')
+        again, ran = run(parts)
+        assert ran == 1
+        assert again == records == run(None)[0]
+        assert parts.read_bytes() == whole.read_bytes()
+        assert run(parts)[1] == 0
+
+    def test_another_run_is_not_mixed_in(self, run: Any, tmp_path: Path):
+        run(tmp_path / "a")
+        with pytest.raises(CoverageLabError, match=r"another replay \(policies\); give another --output"):
+            run(tmp_path / "a", text="exact/fixed:4")
+        (tmp_path / "b").write_text("something else\n")
+        with pytest.raises(CoverageLabError, match="does not begin like one"):
+            run(tmp_path / "b")
+
+    def test_the_control_comes_first_and_once(self, run: Any):
+        policies = [record["policy"] for record in run(None, text="exact/coverage:1")[0]]
+        assert policies == ["exact/coverage:1"] * 3
+
+
+def test_the_figure(tmp_path: Path):
+    from matplotlib.collections import LineCollection
+
+    from coverage_lab.analyses import divergence
+
+    base = {"ci_low": 1e-4, "ci_high": 1e-2}
+    lines = [
+        {"policy": "exact/coverage:1", "reads": 1.0, "kl_mean": 1e-9, **base},
+        *({"policy": f"mvar/coverage:{g}", "reads": g / 2, "kl_mean": 1e-3 / g, **base} for g in (0.5, 0.9)),
+        {"policy": "mvar/fixed:3", "reads": 0.3, "kl_mean": 5e-3, "ci_low": math.nan, "ci_high": math.nan},
+    ]
+    drawn = divergence.figure(divergence.to_frame(lines))
+    (ax,) = drawn.axes
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["mvar/coverage", "mvar/fixed"]
+    curve = ax.lines[0]
+    assert curve.get_xdata().tolist() == [0.25, 0.45]
+    assert ax.get_yscale() == "log"
+    assert "every page kept: 1e-09 nats" in ax.get_title()
+    assert sum(isinstance(child, LineCollection) for child in ax.collections) == 2
+    drawn.savefig(tmp_path / "f.png")

@@ -1,0 +1,75 @@
+"""KL divergence from dense against pages read: of the lines that sum up a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def to_frame(lines: Sequence[dict[str, Any]]) -> pl.DataFrame:
+    """Return the lines of a summary as a frame, with `estimator` and `budget` split off the policy."""
+    frame = pl.DataFrame(list(lines), infer_schema_length=None)
+    names = pl.col("policy").str.extract_groups(r"^(?<estimator>[^/]+)/(?<budget>[^:,@]+)")
+    return frame.with_columns(names.struct.field("estimator"), names.struct.field("budget"))
+
+
+def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
+    """Draw a curve for each estimator and budget: mean divergence and its 95% interval over reads.
+
+    Parameters
+    ----------
+    table : DataFrame
+        Of `to_frame`.
+    ax : Axes, optional
+        Where to draw; the current axes by default.
+    """
+    import matplotlib.pyplot as plt
+    import seaborn
+    from matplotlib.ticker import PercentFormatter
+
+    ax = ax or plt.gca()
+    # A policy that reads everything is the numerical error, and has no place on the curve.
+    drawn = table.filter(pl.col("reads") < 1)
+    control = table.filter(pl.col("reads") == 1)["kl_mean"].to_list()
+    estimators = sorted(map(str, drawn["estimator"].unique()), key=lambda name: (name != "exact", name))
+    budgets = [str(name) for name in drawn["budget"].unique(maintain_order=True)]
+    colours = dict(zip(estimators, seaborn.color_palette("colorblind", len(estimators)), strict=True))
+    for estimator in estimators:
+        for style, budget in zip(("o-", "s--", "^:", "D-.", "v-", "P--"), budgets, strict=False):
+            part = drawn.filter(pl.col("estimator") == estimator, pl.col("budget") == budget).sort("reads")
+            if part.height:
+                low, high = part["ci_low"].fill_nan(None), part["ci_high"].fill_nan(None)
+                ax.vlines(part["reads"], low, high, color=colours[estimator], lw=1.5, alpha=0.6)
+                ax.plot(
+                    part["reads"],
+                    part["kl_mean"],
+                    style,
+                    color=colours[estimator],
+                    ms=5,
+                    label=f"{estimator}/{budget}",
+                )
+    ax.set_yscale("log")
+    ax.xaxis.set_major_formatter(PercentFormatter(1))
+    ax.set(xlabel="pages read", ylabel="KL divergence from dense, nats")
+    if control:
+        ax.set_title(f"every page kept: {max(control):.1g} nats", fontsize="medium")
+    ax.grid(color="0.9")
+    ax.set_axisbelow(True)
+    ax.legend(frameon=False)
+    seaborn.despine(ax=ax)
+    return ax
+
+
+def figure(table: pl.DataFrame) -> Figure:
+    """Draw the curves in a figure of their own."""
+    import matplotlib.pyplot as plt
+
+    drawn, ax = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+    plot(table, ax)
+    return drawn
