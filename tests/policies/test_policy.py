@@ -104,7 +104,7 @@ def test_a_text_says_everything() -> None:
         ("/coverage:0.9", "unknown estimator ''"),
         ("mvra/coverage:0.9", "unknown estimator 'mvra'; did you mean 'mvar'"),
         ("Mvar/coverage:0.9", "unknown estimator 'Mvar'; did you mean 'mvar'"),
-        ("zzz/coverage:0.9", "unknown estimator 'zzz'; known: exact, mean, mvar, quest"),
+        ("zzz/coverage:0.9", "unknown estimator 'zzz'; known: exact, int2, int4, mean, mvar, quest"),
         ("mvar/converage:0.9", "unknown budget 'converage'; did you mean 'coverage'"),
         ("mvar/coverage/0.9", "unknown budget 'coverage/0.9'; did you mean 'coverage'"),
         ("mvar/top", "unknown budget 'top'"),
