@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -81,13 +83,24 @@ def replay(
             progress=progress,
         )
     found = report.summarize(records, seed)
+    poor = sorted({record["request_id"] for record in records if record["degenerate"]})
+    if poor and not quiet:
+        print(
+            f"the dense model says the same over and over in {', '.join(poor)}: figures mean little there",
+            file=sys.stderr,
+        )
     if not output.write_records(records, json, csv):
         rows = [
             [
                 line["policy"],
                 output.percent(line["reads"]),
+                output.percent(line["reads_metadata"]),
+                output.number(line["pages_over_oracle"], 2),
                 f"{line['kl_mean']:.2g}",
                 f"{line['ci_low']:.2g}..{line['ci_high']:.2g}" if line["requests"] > 1 else "-",
+                "-"
+                if math.isnan(line["vs_first_low"])
+                else f"{line['vs_first_low']:+.2g}..{line['vs_first_high']:+.2g}",
                 f"{line['kl_p99']:.2g}",
                 output.percent(line["agreement"]),
                 output.number(line["coverage_mean"], 3),
@@ -98,8 +111,11 @@ def replay(
         columns = [
             "policy",
             "reads",
+            "meta-\ndata",
+            "pages /\noracle",
             "KL to dense,\nnats",
             "95% interval",
+            "less the\nfirst, 95%",
             "worst\np99",
             "same\ntop-1",
             "mean\ncoverage",
@@ -108,13 +124,19 @@ def replay(
             f"{loaded.identity['model']} under policies, {lists} lists: {found[0]['requests']} requests, "
             f"{found[0]['steps']} steps"
         )
-        output.print_table(screen, title, columns, rows, ["mean\ncoverage", "worst\np99"])
+        output.print_table(
+            screen, title, columns, rows, ["meta-\ndata", "worst\np99", "mean\ncoverage", "pages /\noracle"]
+        )
         if not quiet:
             screen.print(
-                f"{report.CONTROL} keeps every page: its divergence is numerical error. "
-                "Pages alone are read here; compare-policies counts an estimator's metadata too.",
+                f"{report.CONTROL} keeps every page: its divergence is numerical error. Metadata: what the "
+                "estimate reads besides. Oracle: the pages of C*(0.95).",
                 highlight=False,
                 soft_wrap=True,
             )
     if figure:
         output.save_figure(divergence.figure(divergence.to_frame(found)), figure)
+
+
+def _range(low: float, high: float, form: str) -> str:
+    return "-" if math.isnan(low) else f"{low:{form}}..{high:{form}}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,22 +10,6 @@ from torch import Tensor
 from coverage_lab.kernels.estimate.reference import group_shares
 from coverage_lab.pages import Rows
 from coverage_lab.policies.policy import Policy
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Pages that the KV heads of a layer keep.
-
-    Attributes
-    ----------
-    kept : Tensor
-        `[KV heads, P]` bool.
-    realised : Tensor
-        `[KV heads]`, exact share of the kept pages.
-    """
-
-    kept: Tensor
-    realised: Tensor
 
 
 def rows_of(layer: int, kv_heads: int, position: int, pages: range, page_size: int, device: object) -> Rows:
@@ -42,27 +26,25 @@ def rows_of(layer: int, kv_heads: int, position: int, pages: range, page_size: i
     )
 
 
-def choose(policy: Policy, exact: Tensor, estimate: Tensor, rows: Rows) -> Choice:
-    """Apply a policy to the log masses of one step.
+def choose(policy: Policy, estimate: Tensor, rows: Rows) -> Tensor:
+    """Return the pages that a policy keeps in one step, `[KV heads, P]` bool.
 
     Parameters
     ----------
     policy : Policy
-    exact, estimate : Tensor
-        `[KV heads, G, P]`: exact log masses, and those of the policy's estimator.
+    estimate : Tensor
+        `[KV heads, G, P]`: log masses of the policy's estimator.
     rows : Rows
         One row a KV head.
     """
     if int(rows.layer[0]) in policy.dense_layers:
-        kept = torch.ones(exact.shape[0], exact.shape[2], dtype=torch.bool, device=exact.device)
-    elif policy.granularity == "query_head":
+        return torch.ones(estimate.shape[0], estimate.shape[2], dtype=torch.bool, device=estimate.device)
+    if policy.granularity == "query_head":
         shares = estimate.softmax(-1)
         picked = [policy.budget.select(shares[:, head], rows) for head in range(shares.shape[1])]
-        kept = torch.stack(picked).any(0)
-    elif policy.granularity == "layer":
-        shares = group_shares(estimate).mean(0, keepdim=True).expand(len(exact), -1)
+        return torch.stack(picked).any(0)
+    if policy.granularity == "layer":
+        shares = group_shares(estimate).mean(0, keepdim=True).expand(len(estimate), -1)
         # A list that all KV heads share rounds a fractional budget once.
-        kept = policy.budget.select(shares, replace(rows, kv_head=torch.full_like(rows.kv_head, -1)))
-    else:
-        kept = policy.budget.select(group_shares(estimate), rows)
-    return Choice(kept, group_shares(exact).where(kept, 0).sum(-1))
+        return policy.budget.select(shares, replace(rows, kv_head=torch.full_like(rows.kv_head, -1)))
+    return policy.budget.select(group_shares(estimate), rows)

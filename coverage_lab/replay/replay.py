@@ -28,8 +28,8 @@ class Replayed:
         `[steps]` float64: KL divergence of the policy's next-token distribution from the dense one, nats.
     agree : Tensor
         `[steps]` bool: whether the likeliest token is the same.
-    kept, pages : int
-        Pages kept and pages seen, over layers, KV heads and steps.
+    kept, pages, oracle : int
+        Pages kept, pages seen, and those of the oracle sets C*(0.95), over layers, KV heads and steps.
     realised : Tensor
         `[layers * steps, KV heads]`: exact share of the kept pages, of the queries that the policy's own
         run has.
@@ -39,6 +39,7 @@ class Replayed:
     agree: Tensor
     kept: int
     pages: int
+    oracle: int
     realised: Tensor
 
     def record(self) -> dict[str, Any]:
@@ -50,6 +51,7 @@ class Replayed:
             "agreement": float(self.agree.double().mean()),
             "kept": self.kept,
             "pages": self.pages,
+            "oracle_pages": self.oracle,
             "reads": self.kept / self.pages,
             "coverage_mean": float(self.realised.mean()),
         }
@@ -149,5 +151,6 @@ def _compared(logits: Tensor, wanted: Tensor, attention: SparseAttention) -> Rep
         agree=(logits.argmax(-1) == wanted.argmax(-1)).cpu(),
         kept=tally.kept,
         pages=tally.pages,
+        oracle=tally.oracle,
         realised=torch.stack(tally.covered).cpu(),
     )

@@ -112,6 +112,8 @@ def replay(
                 "request_id": line["request_id"],
                 "prompt_tokens": line["prompt_tokens"],
                 "policy": str(policy),
+                "reads_metadata": metadata_reads(policy, int(trace.geometry["head_dim"]), trace.page_size),
+                "degenerate": is_degenerate(fed),
                 **one.record(),
             }
             for policy, one in zip(asked, found, strict=True)
@@ -138,30 +140,56 @@ def _identity(
     }
 
 
+def metadata_reads(policy: Policy, head_dim: int, page_size: int) -> float:
+    """Return what a policy's estimator reads, over the bytes of all keys and values."""
+    if not policy.budget.reads_shares:
+        return 0.0
+    return policy.estimator.metadata_values(head_dim, page_size) / (2 * page_size * head_dim)
+
+
+def is_degenerate(tokens: Sequence[int]) -> bool:
+    """Return whether a dense answer of some length keeps saying the same: its figures then mean little."""
+    return len(tokens) >= 8 and len(set(tokens)) <= len(tokens) // 4
+
+
 def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
     """Return a line for every policy; intervals resample requests.
 
-    `kl_mean`, `agreement` are means over steps, `kl_p99` the largest p99 of a request, `reads` the pages kept
-    over those seen; `coverage_mean` is a mean over the rows of every step.
+    `kl_mean` and `agreement` are means over steps, `kl_p99` the largest p99 of a request, `reads` the pages
+    kept over those seen, `pages_over_oracle` over those of C*(0.95); `coverage_mean` is a mean over the rows
+    of every step. `vs_first` is the mean divergence less that of the first policy after the control, with
+    its paired interval, and `lower` the share of requests on which it is lower.
     """
-    lines = []
+    lines: list[dict[str, Any]] = []
+    first: np.ndarray | None = None
     for policy in dict.fromkeys(record["policy"] for record in records):
         own = [record for record in records if record["policy"] == policy]
         steps = np.array([record["steps"] for record in own], float)
         divergence = np.array([record["kl_mean"] for record in own]) * steps
-        kept, pages, covered = (
-            np.array([record[name] for record in own], float) for name in ("kept", "pages", "coverage_mean")
+        kept, pages, oracle, covered = (
+            np.array([record[name] for record in own], float)
+            for name in ("kept", "pages", "oracle_pages", "coverage_mean")
         )
         low, high = ratio_interval(divergence, steps, seed)
+        if first is None and policy != CONTROL:
+            first = divergence
+        beyond = np.full_like(divergence, np.nan) if first is None else divergence - first
+        paired = ratio_interval(beyond, steps, seed)
         lines.append(
             {
                 "policy": policy,
                 "requests": len(own),
                 "steps": int(steps.sum()),
                 "reads": float(kept.sum() / pages.sum()),
+                "reads_metadata": own[0]["reads_metadata"],
+                "pages_over_oracle": float(kept.sum() / oracle.sum()),
                 "kl_mean": float(divergence.sum() / steps.sum()),
                 "ci_low": low,
                 "ci_high": high,
+                "vs_first": float(beyond.sum() / steps.sum()),
+                "vs_first_low": paired[0],
+                "vs_first_high": paired[1],
+                "lower": float(np.mean(beyond < 0)),
                 "kl_p99": max(record["kl_p99"] for record in own),
                 "agreement": float(np.average([record["agreement"] for record in own], weights=steps)),
                 "coverage_mean": float(np.average(covered, weights=steps)),

@@ -10,11 +10,15 @@ from torch import Tensor
 
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.recorder import RequestRecorder
+from coverage_lab.kernels.estimate.reference import group_shares
+from coverage_lab.kernels.select.reference import oracle_counts
 from coverage_lab.pages import page_range
 from coverage_lab.policies.policy import Policy
-from coverage_lab.replay.choice import Choice, choose, rows_of
+from coverage_lab.replay.choice import choose, rows_of
 
-Lists = dict[tuple[int, int], Choice]
+Lists = dict[tuple[int, int], Tensor]
+# Coverage of the oracle set that reads are compared with.
+ORACLE_GAMMA = 0.95
 
 
 @dataclass
@@ -23,14 +27,15 @@ class Tally:
 
     Attributes
     ----------
-    kept, pages : int
-        Pages kept and pages seen.
+    kept, pages, oracle : int
+        Pages kept, pages seen, and those of the oracle sets C*(0.95).
     covered : list of Tensor
         Exact share of the kept pages, `[KV heads]` for every layer and step.
     """
 
     kept: int = 0
     pages: int = 0
+    oracle: int = 0
     covered: list[Tensor] = field(default_factory=list)
 
 
@@ -46,12 +51,12 @@ class SparseAttention:
         Whether to attend the chosen pages only; else the model's own attention stays, and the lists are
         those that its queries would have chosen.
     lists : mapping, optional
-        Choices by (layer, step) that are used as they are.
+        Masks `[KV heads, P]` by (layer, step) that are used as they are.
 
     Attributes
     ----------
     lists : dict
-        The choices made, by (layer, step).
+        The pages kept, by (layer, step).
     tally : Tally
     cached : int
         Tokens in the cache, the new one included; set before every forward call.
@@ -65,7 +70,7 @@ class SparseAttention:
         page_size: int,
         *,
         attend: bool = True,
-        lists: Mapping[tuple[int, int], Choice] | None = None,
+        lists: Mapping[tuple[int, int], Tensor] | None = None,
     ) -> None:
         self.policy, self.page_size, self.attend = policy, page_size, attend
         self.given = lists
@@ -86,19 +91,19 @@ class SparseAttention:
         position = self.cached - 1
         first, n_pages = page_range(position, self.page_size, call.window)
         pages = range(first, first + n_pages)
+        rows = rows_of(call.layer, masses.shape[1], position, pages, self.page_size, masses.device)
         place = call.layer, self.step
-        if self.given is not None:
-            choice = self.given[place]
-        else:
-            rows = rows_of(call.layer, masses.shape[1], position, pages, self.page_size, masses.device)
-            choice = choose(self.policy, masses[0], masses[-1], rows)
-            self.lists[place] = choice
-        self.tally.kept += int(choice.kept.sum())
-        self.tally.pages += choice.kept.numel()
-        self.tally.covered.append(choice.realised)
+        kept = choose(self.policy, masses[-1], rows) if self.given is None else self.given[place]
+        self.lists[place] = kept
+        exact = group_shares(masses[0])
+        gamma = torch.tensor([ORACLE_GAMMA], dtype=torch.float64, device=exact.device)
+        self.tally.kept += int(kept.sum())
+        self.tally.pages += kept.numel()
+        self.tally.oracle += int(oracle_counts(exact, rows, gamma).sum())
+        self.tally.covered.append(exact.where(kept, 0).sum(-1))
         if not self.attend:
             return None
-        return attend_pages(call, choice.kept, pages.start, position, self.page_size)
+        return attend_pages(call, kept, pages.start, position, self.page_size)
 
 
 def attend_pages(call: AttentionCall, kept: Tensor, first_page: int, position: int, page_size: int) -> Tensor:
