@@ -139,4 +139,5 @@ def replay(
 
 
 def _range(low: float, high: float, form: str) -> str:
-    return "-" if math.isnan(low) else f"{low:{form}}..{high:{form}}"
+    # The first policy differs from itself by nothing.
+    return "-" if math.isnan(low) or low == high == 0 else f"{low:{form}}..{high:{form}}"
