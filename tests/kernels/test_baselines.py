@@ -258,6 +258,7 @@ def test_every_baseline_attends_to_its_lists(name: str, group: int, layout: str)
     cls = baselines.get(name)
     reason = cls.missing(case.cache)
     if reason is not None:
+        # Others' kernels are optional: what is not installed can't be compared, and bench says so too.
         pytest.skip(reason)
     made = cls(case.query, case.cache, case.pages, case.counts, 128**-0.5)
     for _ in range(2):  # the second call finds what the first one left

@@ -187,6 +187,7 @@ def test_the_sanitizer_finds_nothing(tool: str):
         "compute-sanitizer", path="/usr/local/cuda/bin"
     )
     if sanitizer is None:
+        # It comes with the CUDA toolkit, which a machine that only runs the kernels need not have.
         pytest.skip("no compute-sanitizer")
     step = Path(__file__).parents[1] / "tools" / "decode_step.py"
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(step)]
