@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Methods in the order of the legend; one that is not here comes after them, under its own name.
 TITLES = {
     "attend": "coverage-lab",
     "fa3-varlen": "FA3, varlen",
@@ -30,6 +31,10 @@ def to_frame(records: Sequence[dict[str, Any]]) -> pl.DataFrame:
     return pl.DataFrame(list(records), infer_schema_length=None)
 
 
+def _titles(table: pl.DataFrame) -> dict[str, str]:
+    return TITLES | {name: name for name in table["method"].unique(maintain_order=True) if name not in TITLES}
+
+
 def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     """Draw one shape: time against spread, a line a method; dense methods across, a trace's lists apart.
 
@@ -45,12 +50,14 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
 
     ax = ax or plt.gca()
     palette = seaborn.color_palette("colorblind")
-    colours = dict(zip(TITLES, [*palette[:6], "black", "0.6", palette[0]], strict=True))
+    titles = _titles(table)
+    known = dict(zip(TITLES, [*palette[:6], "black", "0.6", palette[0]], strict=True))
+    colours = {method: known.get(method, palette[6 + place % 4]) for place, method in enumerate(titles)}
     drawn = table.filter(~pl.col("lists").is_in(["all", "trace"]))
     real = table.filter(pl.col("lists") == "trace")
     dense = table.filter(pl.col("lists") == "all")
     beyond = max([0.0, *drawn["cv"].to_list()]) + 0.25
-    for method, title in TITLES.items():
+    for method, title in titles.items():
         part = drawn.filter(pl.col("method") == method).sort("cv")
         look: dict[str, Any] = {"color": colours[method], "label": title}
         if part.height:
@@ -89,7 +96,7 @@ def figure(table: pl.DataFrame, title: str = "") -> Figure:
     for ax in axes[0]:
         handles, labels = ax.get_legend_handles_labels()
         named |= dict(zip(labels, handles, strict=True))
-    order = [title for title in TITLES.values() if title in named]
+    order = [title for title in _titles(table).values() if title in named]
     drawn.legend(
         handles=[named[title] for title in order], labels=order, frameon=False, loc="outside right center"
     )

@@ -159,3 +159,10 @@ class TestFigure:
         figure = attend_time.figure(attend_time.to_frame(OTHER))
         figure.canvas.draw()
         assert len(figure.axes) == 1
+
+
+def test_a_method_without_a_title_is_drawn_under_its_name() -> None:
+    """A new baseline is one new file, and no edit here."""
+    records = [record("attend", "0", 0.0, 60.0), record("my-kernel", "0", 0.0, 50.0)]
+    drawn = attend_time.figure(attend_time.to_frame(records))
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["coverage-lab", "my-kernel"]
