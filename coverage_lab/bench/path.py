@@ -24,6 +24,7 @@ from coverage_lab.kernels import step_reference
 from coverage_lab.kernels.baselines import baselines
 from coverage_lab.kernels.baselines.page_sets import every_page
 from coverage_lab.kernels.decode import DecodePath
+from coverage_lab.policies.estimators import estimators
 
 # Reads of Llama-3.1-8B at gamma 0.98 (paper, Table 3), by context in tokens.
 PAPER_READS = {8192: 0.42, 16384: 0.37, 32768: 0.31, 65536: 0.16, 131072: 0.15}
@@ -50,7 +51,7 @@ def _shape(
     options: SelectOptions, shape: Shape, wanted: float, device: torch.device, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     say(f"{shape}: layers")
-    layers, paths = prepared(options, shape, options.gamma, device)
+    layers, paths = prepared(options, shape, device)
     gamma = gamma_for(paths, layers, wanted)
     for path in paths:
         path.gamma = gamma
@@ -63,7 +64,8 @@ def _shape(
     kept = sum(float(path.counts.float().mean()) for path in paths) / len(paths) / pages
     if abs(kept - wanted) > 0.1 * wanted:
         say(f"{shape}: keeps {kept:.1%}, since lists of whole pages can't keep {wanted:.1%}")
-    metadata = {"mean": 1, "mvar": 2, "quest": 2}[options.estimator] / (2 * options.geometry.page_size)
+    size, dim = options.geometry.page_size, options.geometry.head_dim
+    metadata = estimators.get(options.estimator)().metadata_values(dim, size) / (2 * size * dim)
     base = {
         **described(options.geometry, shape),
         "gamma": gamma,

@@ -68,7 +68,7 @@ def run(
     records = []
     for shape in options.shapes:
         say(f"{shape}: layers")
-        layers, paths = prepared(options, shape, options.gamma, device)
+        layers, paths = prepared(options, shape, device)
         equal = min(check_choice(paths[at], layers[at].query) for at in (0, -1))
         check_sorted(paths[0])
         counts = paths[0].counts
@@ -99,7 +99,7 @@ def described(geometry: Geometry, shape: Shape) -> dict[str, Any]:
 
 
 def prepared(
-    options: SelectOptions, shape: Shape, gamma: float, device: torch.device
+    options: SelectOptions, shape: Shape, device: torch.device
 ) -> tuple[list[Layer], list[DecodePath]]:
     """Return layers whose pages are summarized, with a path for each that has run once."""
     geometry = options.geometry
@@ -110,7 +110,7 @@ def prepared(
     layers = make(shape, geometry, device, count, options.seed)
     heads = geometry.kv_heads * geometry.group
     paths = [
-        DecodePath(layer.cache, heads, gamma=gamma, estimator=options.estimator, scale=layer.scale)
+        DecodePath(layer.cache, heads, gamma=options.gamma, estimator=options.estimator, scale=layer.scale)
         for layer in layers
     ]
     for layer, path in zip(layers, paths, strict=True):

@@ -250,7 +250,7 @@ def record(
         "policy": str(policy),
         "requested": policy.budget.requested(),
         "reads": float(result.kept[:, index].sum() / result.pages.sum()),
-        "reads_metadata": _metadata(policy, trace),
+        "reads_metadata": metadata_reads(policy, trace),
         "pages_over_oracle": float(result.kept[:, index].sum() / result.oracle_pages.sum()),
         "tokens_over_oracle": float(result.kept_tokens[:, index].sum() / result.oracle_tokens.sum()),
         "coverage_mean": float(result.coverage[:, index].sum() / rows),
@@ -271,7 +271,8 @@ def _joined(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _metadata(policy: Policy, trace: Trace) -> float:
+def metadata_reads(policy: Policy, trace: Trace) -> float:
+    """Return what the estimates of a policy read, over the bytes of all keys and values."""
     if not policy.budget.reads_shares:
         return 0.0
     head_dim = int(trace.geometry["head_dim"])

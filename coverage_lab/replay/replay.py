@@ -89,10 +89,8 @@ def replay_request(
         One a policy.
     """
     model = loaded.model
-    chosen = [SparseAttention(policy, page_size, attend=False) for policy in policies]
-    if lists == "live":
-        # They still see the prompt, and summarize it.
-        chosen = [SparseAttention(policy, page_size) for policy in policies]
+    # All see the prompt and summarize it; where lists are recorded, the dense run's steps too.
+    chosen = [SparseAttention(policy, page_size, attend=lists == "live") for policy in policies]
     cache = fresh_cache(model)
     everyone = Together(chosen)
     prompt = torch.tensor([list(prompt_ids)], device=model.device)

@@ -13,6 +13,7 @@ import torch
 from coverage_lab.bootstrap import ratio_interval
 from coverage_lab.collectors.models import LoadedModel, load_model
 from coverage_lab.errors import CoverageLabError
+from coverage_lab.policies.compare import metadata_reads
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.journal import Journal
 from coverage_lab.replay.replay import ListsFrom, replay_request
@@ -112,7 +113,7 @@ def replay(
                 "request_id": line["request_id"],
                 "prompt_tokens": line["prompt_tokens"],
                 "policy": str(policy),
-                "reads_metadata": metadata_reads(policy, int(trace.geometry["head_dim"]), trace.page_size),
+                "reads_metadata": metadata_reads(policy, trace),
                 "degenerate": is_degenerate(fed),
                 **one.record(),
             }
@@ -138,13 +139,6 @@ def _identity(
         "lists": lists,
         "steps": steps,
     }
-
-
-def metadata_reads(policy: Policy, head_dim: int, page_size: int) -> float:
-    """Return what a policy's estimator reads, over the bytes of all keys and values."""
-    if not policy.budget.reads_shares:
-        return 0.0
-    return policy.estimator.metadata_values(head_dim, page_size) / (2 * page_size * head_dim)
 
 
 def is_degenerate(tokens: Sequence[int]) -> bool:

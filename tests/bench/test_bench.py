@@ -456,7 +456,7 @@ class TestSelect:
             assert record["gamma"] == 0.8
 
     def test_kept_and_cv_are_those_of_the_lists(self, records: list[dict[str, Any]]):
-        _, paths = select.prepared(SELECT, SELECT.shapes[0], 0.8, CPU)
+        _, paths = select.prepared(SELECT, SELECT.shapes[0], CPU)
         counts = np.array([len(covering(masses, 0.8)) for masses in paths[0].log_mass])
         assert records[0]["kept"] == pytest.approx(counts.mean() / 8)
         assert records[0]["cv"] == pytest.approx(counts.std() / counts.mean())
@@ -547,7 +547,7 @@ class TestPath:
         assert record["reads"] == pytest.approx(record["kept"] + 1 / 32)
 
     def test_the_coverage_is_the_least_that_keeps_so_much(self):
-        made, paths = select.prepared(SELECT, Shape(256, 2), 0.9, CPU)
+        made, paths = select.prepared(replace(SELECT, gamma=0.9), Shape(256, 2), CPU)
         log_mass = paths[0].estimate(made[0].query)
         for wanted in (0.2, 0.4, 0.8):
             gamma = path.gamma_for(paths, made, wanted)

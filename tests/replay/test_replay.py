@@ -22,10 +22,11 @@ from transformers import (
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.models import LoadedModel, probe
 from coverage_lab.errors import CoverageLabError
+from coverage_lab.policies.compare import metadata_reads
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.choice import choose, rows_of
 from coverage_lab.replay.replay import Replayed, replay_request
-from coverage_lab.replay.report import is_degenerate, metadata_reads, replay, summarize
+from coverage_lab.replay.report import is_degenerate, replay, summarize
 from coverage_lab.replay.sparse import attend_pages
 
 PAGE = 8
@@ -253,9 +254,16 @@ def test_answers_that_say_the_same():
 
 
 def test_metadata_of_an_estimate():
-    assert metadata_reads(parse_policy("mvar/coverage:0.9"), 128, 64) == 1 / 64
-    assert metadata_reads(parse_policy("mean/fixed:3"), 128, 64) == 1 / 128
-    assert metadata_reads(parse_policy("mvar/window:3"), 128, 64) == 0
+    """Of the layers that are estimated alone."""
+    geometry = {"head_dim": 128, "layers": [{"layer": 0}, {"layer": 1}]}
+    trace: Any = SimpleNamespace(geometry=geometry, page_size=64)
+    for text, wanted in (
+        ("mvar/coverage:0.9", 1 / 64),
+        ("mvar/coverage:0.9,dense_layers=0", 1 / 128),
+        ("mean/fixed:3", 1 / 128),
+        ("mvar/window:3", 0),
+    ):
+        assert metadata_reads(parse_policy(text), trace) == wanted
 
 
 def test_numbers_of_a_request_are_json(models: dict[str, LoadedModel]):
@@ -302,7 +310,10 @@ class TestJournal:
             }
         )
         trace: Any = SimpleNamespace(
-            requests=requests, page_size=PAGE, path=tmp_path, geometry={"head_dim": 16}
+            requests=requests,
+            page_size=PAGE,
+            path=tmp_path,
+            geometry={"head_dim": 16, "layers": [{"layer": 0}]},
         )
         (tmp_path / "manifest.json").write_text("{}")
         ran: list[int] = []
