@@ -78,14 +78,16 @@ class Rows:
         """Return `[rows, columns]` bool: which columns (an int: the first so many) are pages of the row."""
         return self._columns(columns) < self.n_pages[:, None]
 
-    def forced(self, columns: int | range, sink: int = 1) -> Tensor:
-        """Return `[rows, columns]` bool: the first `sink` pages, if still seen, and the current one."""
-        places, last = self._columns(columns), self.n_pages[:, None] - 1
-        return (places == last) | ((places + self.first_page[:, None] < sink) & (places < last))
+    def forced(self, columns: int | range, sink: int = 1, local: int = 1) -> Tensor:
+        """Return `[rows, columns]` bool: the first `sink` pages, if still seen, and the last `local` ones."""
+        places, end = self._columns(columns), self.n_pages[:, None]
+        recent = (places >= end - local) & (places < end)
+        return recent | ((places + self.first_page[:, None] < sink) & (places < end))
 
-    def n_forced(self, sink: int = 1) -> Tensor:
+    def n_forced(self, sink: int = 1, local: int = 1) -> Tensor:
         """Return `[rows]` int64: how many pages are forced."""
-        return 1 + (sink - self.first_page).clamp(min=0).minimum(self.n_pages - 1)
+        recent = self.n_pages.clamp(max=local)
+        return recent + (sink - self.first_page).clamp(min=0).minimum(self.n_pages - recent)
 
     def dither(self) -> Tensor:
         """Return `[rows]` float64 in [0, 1): offsets that turn a fractional page count into whole ones.

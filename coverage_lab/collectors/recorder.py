@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from coverage_lab.collectors.attention import AttentionCall
-from coverage_lab.kernels.estimate.reference import exact_log_mass
+from coverage_lab.kernels.estimate.reference import page_logits
 from coverage_lab.pages import page_range
 from coverage_lab.policies.estimators import Estimator, Summary
 
@@ -127,14 +127,17 @@ class RequestRecorder:
         )  # [KV heads, G, D]
         # Tokens of the first page that the window has left behind.
         gone = visible - first * size
-        exact = exact_log_mass(query, keys, size, gone, call.softcap)
+        logits = page_logits(query, keys, size, gone, call.softcap)
+        exact = logits.logsumexp(-1)
+        ends = logits[..., [0, -1], :]
         masses = [exact]
         for name, estimator in self.estimators.items():
             pages = (
                 self._summaries[call.layer][name].pages(first, first + n_pages - 1) if n_pages > 1 else None
             )
+            known = estimator.pool(ends)
             if pages is None:
-                masses.append(exact)
+                masses.append(known[..., -1:])
                 continue
             mass = estimator.log_mass(query, pages)
             if call.softcap is not None:
@@ -143,8 +146,8 @@ class RequestRecorder:
             if gone:
                 mass[..., 0] += math.log((size - gone) / size)
             if first == 0:
-                mass[..., 0] = exact[..., 0]  # the sink page
-            masses.append(torch.cat([mass, exact[..., -1:]], -1))  # and the current page are exact
+                mass[..., 0] = known[..., 0]  # the sink page
+            masses.append(torch.cat([mass, known[..., -1:]], -1))  # and the current page are exact
         return torch.stack(masses)
 
     def _keep_tensors(self, call: AttentionCall, row: int, visible: slice, step: int) -> None:

@@ -326,6 +326,11 @@ def needed_columns(policies: Sequence[Policy], trace: Trace) -> list[str]:
             raise CoverageLabError(
                 f"policy {policy}: the trace has no layer {min(unknown)}; it has {layers[0]} to {layers[-1]}"
             )
+        if policy.within is not None or policy.page_size not in (None, trace.page_size):
+            raise CoverageLabError(
+                f"policy {policy}: a trace has shares of its own pages of {trace.page_size} tokens and no "
+                "others; coverage-lab replay can run this policy"
+            )
         if policy.granularity == "query_head":
             columns.update(share_column(policy.estimator.name, head) for head in range(group))
         elif policy.budget.reads_shares:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from coverage_lab.errors import CoverageLabError
+from coverage_lab.pages import check_page_size
 from coverage_lab.policies.budgets import Budget, budgets
 from coverage_lab.policies.estimators import Estimator, estimators
 from coverage_lab.registry import unknown
 
 Granularity = Literal["query_head", "kv_head", "layer"]
 GRANULARITIES: tuple[Granularity, ...] = typing.get_args(Granularity)
+COMPENSATIONS = ("mean",)
 _FORM = "estimator/budget[:value][,key=value...][@granularity]"
+_WITHIN = " within "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,14 @@ class Policy:
         `kv_head`: one list a row. `layer`: one list for all KV heads of a layer, from their mean shares.
     dense_layers : tuple of int
         Layers that are read whole.
+    page_size : int, optional
+        Tokens a page; by default those of the trace. Only a replay can choose pages of another size.
+    compensate : {"mean"}, optional
+        What stands in for a page that is not read: nothing, or its estimated mass at the mean of its values
+        (CompKV, Huang et al., 2026).
+    within : Policy, optional
+        A policy that chooses candidates first; this one then keeps some of them, and the shares of the
+        candidates sum to one (Twilight, Lin et al., 2025).
 
     Examples
     --------
@@ -45,10 +56,17 @@ class Policy:
     budget: Budget
     granularity: Granularity = "kv_head"
     dense_layers: tuple[int, ...] = ()
+    page_size: int | None = None
+    compensate: str | None = None
+    within: Policy | None = None
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
             raise unknown("granularity", str(self.granularity), list(GRANULARITIES))
+        if self.page_size is not None:
+            check_page_size(self.page_size)
+        if self.compensate not in (None, *COMPENSATIONS):
+            raise unknown("compensation", self.compensate, list(COMPENSATIONS))
         object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
 
     def __str__(self) -> str:
@@ -60,20 +78,29 @@ class Policy:
         arguments += [f"{key}={_format(value)}" for key, value in options.items()]
         if self.dense_layers:
             arguments.append(f"dense_layers={_format_ranges(self.dense_layers)}")
+        arguments += [
+            f"{name}={value}"
+            for name in ("page_size", "compensate")
+            if (value := getattr(self, name)) is not None
+        ]
         text = f"{self.estimator.name}/{self.budget.name}"
         if arguments:
             text += ":" + ",".join(arguments)
-        return text if self.granularity == "kv_head" else f"{text}@{self.granularity}"
+        if self.granularity != "kv_head":
+            text += f"@{self.granularity}"
+        return text if self.within is None else f"{text}{_WITHIN}{self.within}"
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """Read the text form, `estimator/budget[:value][,key=value...][@granularity]`.
+        """Read the text form, `estimator/budget[:value][,key=value...][@granularity] [within POLICY]`.
 
         Raises
         ------
         CoverageLabError
             If the text is malformed, or names an unknown estimator, budget, option or granularity.
         """
+        text, chained, candidates = text.partition(_WITHIN)
+        within = cls.parse(candidates) if chained else None
         head, slash, rest = text.strip().partition("/")
         if not slash or not rest:
             raise CoverageLabError(f"policy {text!r} is not of the form {_FORM}; try mvar/coverage:0.98")
@@ -93,9 +120,13 @@ class Policy:
             if key in options:
                 raise CoverageLabError(f"policy {text!r}: {key!r} is given twice")
             options[key] = _convert(budget_class, key, value, text)
-        dense: tuple[int, ...] = options.pop("dense_layers", ())
+        own = {name: options.pop(name) for name in _OPTIONS if name in options}
         return cls(
-            estimator=estimator, budget=budget_class(**options), granularity=granularity, dense_layers=dense
+            estimator=estimator,
+            budget=budget_class(**options),
+            granularity=granularity,
+            within=within,
+            **own,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -108,6 +139,9 @@ class Policy:
             },
             "granularity": self.granularity,
             "dense_layers": list(self.dense_layers),
+            "page_size": self.page_size,
+            "compensate": self.compensate,
+            "within": None if self.within is None else self.within.to_json(),
         }
 
     @classmethod
@@ -124,6 +158,9 @@ class Policy:
             budget=budgets.get(record["budget"])(**options),
             granularity=record["granularity"],
             dense_layers=tuple(record["dense_layers"]),
+            page_size=record["page_size"],
+            compensate=record["compensate"],
+            within=None if record["within"] is None else cls.from_json(record["within"]),
         )
 
 
@@ -155,20 +192,26 @@ def _split_granularity(rest: str) -> tuple[str, Granularity]:
 
 
 def _convert(budget_class: type[Budget], key: str, value: str, text: str) -> Any:
-    if key == "dense_layers":
-        return _parse_ranges(value, text)
+    if key in _OPTIONS:
+        return _OPTIONS[key](value, text)
     visible = {field.name for field in fields(budget_class) if field.repr}
     if key not in visible:
-        raise unknown(f"option of {budget_class.name}", key, sorted(visible | {"dense_layers"}))
+        raise unknown(f"option of {budget_class.name}", key, sorted(visible | _OPTIONS.keys()))
     hint = typing.get_type_hints(budget_class)[key]
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if int not in kinds and float not in kinds:
         return value
     try:
-        return int(value) if float not in kinds else float(value)
+        return _whole(key, value, text) if float not in kinds else float(value)
     except ValueError:
-        kind = "number" if float in kinds else "whole number"
-        raise CoverageLabError(f"policy {text!r}: {key}={value!r} is no {kind}") from None
+        raise CoverageLabError(f"policy {text!r}: {key}={value!r} is no number") from None
+
+
+def _whole(key: str, value: str, text: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise CoverageLabError(f"policy {text!r}: {key}={value!r} is no whole number") from None
 
 
 def _plain(value: Any) -> Any:
@@ -204,3 +247,11 @@ def _parse_ranges(value: str, text: str) -> tuple[int, ...]:
             raise CoverageLabError(f"policy {text!r}: dense_layers={value!r} runs backwards")
         layers.update(range(first, last + 1))
     return tuple(sorted(layers))
+
+
+# Options of any policy, and how they are read.
+_OPTIONS: dict[str, Callable[[str, str], Any]] = {
+    "dense_layers": _parse_ranges,
+    "page_size": lambda value, text: _whole("page_size", value, text),
+    "compensate": lambda value, text: value,
+}

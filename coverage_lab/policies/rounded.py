@@ -34,7 +34,7 @@ class RoundedKeys(Estimator):
     def log_mass(self, query: Tensor, summary: Summary) -> Tensor:
         keys = summary["codes"] * summary["step"].float() + summary["offset"]
         logits = query @ keys.flatten(1, 2).transpose(-1, -2)
-        return logits.unflatten(-1, keys.shape[1:3]).logsumexp(-1)
+        return self.pool(logits.unflatten(-1, keys.shape[1:3]))
 
     def metadata_values(self, head_dim: int, page_size: int) -> int:
         scales = page_size if self.axis == -1 else head_dim

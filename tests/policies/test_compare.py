@@ -44,7 +44,7 @@ KEYS = {
     "requests",
 }
 SHAPE = synthetic.Shape(requests=7, layers=3, kv_heads=2, steps=8, pages=(8, 30), seed=11)
-SHARE_RULES = ["coverage", "fixed", "proportional", "threshold"]
+SHARE_RULES = ["coverage", "delta", "fixed", "proportional", "threshold"]
 PROFILES = ["profiled:per-layer", "profiled:per-kv_head"]
 
 
@@ -226,6 +226,7 @@ def smaller(policy: Policy) -> Policy:
     budget = policy.budget
     less = {
         "coverage": lambda: {"gamma": budget.gamma - 1e-4},
+        "delta": lambda: {"delta": budget.delta - 0.01},
         "fixed": lambda: {"pages": budget.pages - 0.01},
         "proportional": lambda: {"fraction": budget.fraction - 3e-4},
         "threshold": lambda: {"share": budget.share * 1.003},

@@ -66,6 +66,23 @@ def save_profile(path: Path) -> Path:
         ("exact/fixed:8,dense_layers=0-3+2-5+7", "exact/fixed:8,dense_layers=0-5+7"),
         ("exact/fixed:dense_layers=3", "exact/fixed:64,dense_layers=3"),
         ("exact/fixed:8,dense_layers=2@layer", None),
+        ("ffd/delta:7@query_head", None),
+        ("ffd/delta", "ffd/delta:7"),
+        ("ffd/delta:inf,sink=2,local=4", None),
+        ("exact/coverage:0.95,page_size=1", None),
+        (
+            "mvar/coverage:0.95,compensate=mean,page_size=16",
+            "mvar/coverage:0.95,page_size=16,compensate=mean",
+        ),
+        ("mvar/coverage:0.95,dense_layers=0-1,page_size=16,compensate=mean@layer", None),
+        (
+            "int4/coverage:0.85,page_size=1@query_head within quest/fixed:tokens=512,page_size=16@query_head",
+            None,
+        ),
+        (
+            "exact/fixed:2 within mean/fixed:5.0 within quest/fixed",
+            "exact/fixed:2 within mean/fixed:5 within quest/fixed:64",
+        ),
     ],
 )
 def test_good_texts(text: str, canonical: str | None) -> None:
@@ -104,7 +121,10 @@ def test_a_text_says_everything() -> None:
         ("/coverage:0.9", "unknown estimator ''"),
         ("mvra/coverage:0.9", "unknown estimator 'mvra'; did you mean 'mvar'"),
         ("Mvar/coverage:0.9", "unknown estimator 'Mvar'; did you mean 'mvar'"),
-        ("zzz/coverage:0.9", "unknown estimator 'zzz'; known: exact, int2, int4, mean, mvar, quest"),
+        (
+            "zzz/coverage:0.9",
+            "unknown estimator 'zzz'; known: exact, ffd, int2, int4, mean, mvar, quest, sampled",
+        ),
         ("mvar/converage:0.9", "unknown budget 'converage'; did you mean 'coverage'"),
         ("mvar/coverage/0.9", "unknown budget 'coverage/0.9'; did you mean 'coverage'"),
         ("mvar/top", "unknown budget 'top'"),
@@ -141,6 +161,14 @@ def test_a_text_says_everything() -> None:
         ("mvar/window:nan", "local=nan"),
         ("mvar/window:inf", "local=inf"),
         ("mvar/window:4,sink=0", "sink=0"),
+        ("ffd/delta:nan", "delta: nan is no distance"),
+        ("ffd/delta:-inf", "delta: -inf is no distance"),
+        ("ffd/delta:7,local=0", "local=0 must be at least 1 page"),
+        ("mvar/coverage:0.9,page_size=48", "page size 48 is not a power of two"),
+        ("mvar/coverage:0.9,page_size=x", "page_size='x' is no whole number"),
+        ("mvar/coverage:0.9,compensate=median", "unknown compensation 'median'"),
+        ("mvar/coverage:0.9 within ", "not of the form"),
+        ("mvar/coverage:0.9 within quest/fixd:3", "unknown budget 'fixd'"),
         ("mvar/profiled:missing.json", "no profile 'missing.json'; coverage-lab fit-profile"),
         ("mvar/profiled:,scale=0", "scale 0.0"),
         ("mvar/profiled:,scale=nan", "scale nan"),
@@ -269,18 +297,29 @@ in_text = st.one_of(
     st.builds(budgets.get("proportional"), fraction=fractions),
     st.builds(budgets.get("threshold"), share=st.floats(0, 1)),
     st.builds(budgets.get("window"), local=sizes, sink=st.integers(1, 9)),
+    st.builds(
+        budgets.get("delta"),
+        delta=st.floats(-50, allow_nan=False),
+        sink=st.integers(1, 9),
+        local=st.integers(1, 9),
+    ),
     st.builds(Profiled, scale=st.floats(1e-6, 1e6)),
 )
 only_in_json = st.builds(Profiled, profile=st.just("a name"), scale=st.floats(1e-6, 1e6), table=tables)
 
 
-def policies(of: st.SearchStrategy[Budget]) -> st.SearchStrategy[Policy]:
+def policies(
+    of: st.SearchStrategy[Budget], within: st.SearchStrategy[Policy | None] | None = None
+) -> st.SearchStrategy[Policy]:
     return st.builds(
         Policy,
         estimator=st.sampled_from(estimators.names()).map(lambda name: estimators.get(name)()),
         budget=of,
         granularity=st.sampled_from(GRANULARITIES),
         dense_layers=st.sets(st.integers(0, 40)).map(lambda layers: tuple(sorted(layers))),
+        page_size=st.sampled_from([None, 1, 16, 1024]),
+        compensate=st.sampled_from([None, "mean"]),
+        within=st.none() | policies(of, st.none()) if within is None else within,
     )
 
 
@@ -289,7 +328,7 @@ def test_texts_read_back(policy: Policy) -> None:
     text = str(policy)
     assert parse_policy(text) == policy
     assert str(parse_policy(text)) == text
-    assert " " not in text
+    assert " " not in text.replace(" within ", "")
 
 
 @given(policies(st.one_of(in_text, only_in_json)))

@@ -182,6 +182,13 @@ def choose(budget: Any, shares: Sequence[float], row: Row, shared_list: bool = F
         latest = math.floor(budget.local + offset(row, shared_list))
         local = {page for page in range(row.n_pages) if page >= row.n_pages - latest}
         return sink | local | forced(row.n_pages, row.first_page)
+    if budget.name == "delta":
+        sink = {page for page in range(row.n_pages) if page + row.first_page < budget.sink}
+        local = {page for page in range(row.n_pages) if page >= row.n_pages - budget.local}
+        units = [s if isinstance(s, int) else round(s / RESOLUTION) for s in shares]
+        least = max(1, *(units[page] for page in sink | local)) / math.exp(min(700, budget.delta))
+        close = {page for page in range(row.n_pages) if budget.delta == math.inf or units[page] >= least}
+        return sink | local | close
     raise NotImplementedError(budget.name)
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def exact_log_mass(
+def page_logits(
     query: Tensor, keys: Tensor, page_size: int, offset: int = 0, softcap: float | None = None
 ) -> Tensor:
-    """Return the exact log mass of each page, `log sum_{k in P} exp(query . k)`.
+    """Return the logits of each page, minus infinity where it has no key.
 
     Parameters
     ----------
@@ -31,14 +31,24 @@ def exact_log_mass(
     Returns
     -------
     Tensor
-        `[..., G, P]` with `P = ceil((offset + T) / page_size)`.
+        `[..., G, P, page_size]` with `P = ceil((offset + T) / page_size)`.
     """
     logits = query @ keys.transpose(-1, -2)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     tail = -(offset + keys.shape[-2]) % page_size
     logits = F.pad(logits, (offset, tail), value=-math.inf)
-    return logits.unflatten(-1, (-1, page_size)).logsumexp(-1)
+    return logits.unflatten(-1, (-1, page_size))
+
+
+def exact_log_mass(
+    query: Tensor, keys: Tensor, page_size: int, offset: int = 0, softcap: float | None = None
+) -> Tensor:
+    """Return the exact log mass of each page, `log sum_{k in P} exp(query . k)`, `[..., G, P]`.
+
+    Parameters are those of `page_logits`.
+    """
+    return page_logits(query, keys, page_size, offset, softcap).logsumexp(-1)
 
 
 def mean_log_mass(query: Tensor, mean: Tensor, page_size: int) -> Tensor:

@@ -54,7 +54,7 @@ def fixed_point(shares: Tensor) -> Tensor:
     return (shares.float() * ONE).nan_to_num_(0.0).round_().clamp_(0, ONE).long()
 
 
-def rank(shares: Tensor, rows: Rows, sink: int | None = 1) -> Ranking:
+def rank(shares: Tensor, rows: Rows, sink: int | None = 1, local: int = 1) -> Ranking:
     """Rank the pages of each row.
 
     Parameters
@@ -63,9 +63,9 @@ def rank(shares: Tensor, rows: Rows, sink: int | None = 1) -> Ranking:
         `[rows, width]`, any float dtype; padding is ignored.
     rows : Rows
         Geometry of the rows.
-    sink : int, optional
-        The first `sink` pages of the request and the current page come first whatever their share; with
-        None no page does.
+    sink, local : int, optional
+        The first `sink` pages of the request and the last `local` ones, the current page among them, come
+        first whatever their share; with a sink of None no page does.
 
     Returns
     -------
@@ -77,12 +77,12 @@ def rank(shares: Tensor, rows: Rows, sink: int | None = 1) -> Ranking:
     # One integer a page: forced, on merit or padding; then falling share; then column. Sorting it sorts all.
     columns = torch.arange(width, device=shares.device)
     key = fixed_point(shares).mul_(-1 << _COLUMN_BITS).add_(columns)
-    # From the sink to the shortest row's current page all pages are on merit.
-    merit = range(min(sink or 0, width), max(sink or 0, int(rows.n_pages.min()) - 1))
+    # From the sink to the shortest row's local pages all pages are on merit.
+    merit = range(min(sink or 0, width), max(sink or 0, int(rows.n_pages.min()) - local))
     for part in (range(merit.start), range(merit.stop, width)):
         keys = key[:, part.start : part.stop]
         if sink is not None:
-            keys -= rows.forced(part, sink).long() * _CLASS
+            keys -= rows.forced(part, sink, local).long() * _CLASS
         keys.copy_(keys.where(rows.valid(part), columns[part.start : part.stop] + _CLASS))
     _sort(key)
     mass = (key >> _COLUMN_BITS).neg_().bitwise_and_((_CLASS >> _COLUMN_BITS) - 1)
@@ -91,7 +91,7 @@ def rank(shares: Tensor, rows: Rows, sink: int | None = 1) -> Ranking:
         mass=mass,
         covered=mass.cumsum(1),
         rows=rows,
-        n_forced=torch.zeros_like(rows.n_pages) if sink is None else rows.n_forced(sink),
+        n_forced=torch.zeros_like(rows.n_pages) if sink is None else rows.n_forced(sink, local),
     )
 
 

@@ -74,6 +74,13 @@ class Estimator:
         """
         raise NotImplementedError
 
+    def pool(self, logits: Tensor) -> Tensor:
+        """Return the log mass of pages whose logits are known: `[..., P, S]` to `[..., P]`.
+
+        A place without a key has the logit minus infinity. The sink and the current page are pooled so.
+        """
+        return logits.logsumexp(-1)
+
     def metadata_values(self, head_dim: int, page_size: int) -> int:
         """Return how many values are read a page; the page itself has `2 * page_size * head_dim`."""
         raise NotImplementedError

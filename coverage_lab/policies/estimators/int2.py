@@ -11,7 +11,7 @@ from coverage_lab.policies.rounded import RoundedKeys
 class Int2(RoundedKeys):
     """Round every channel to 4 even steps from its least to its largest value in the page.
 
-    FFD scores a block by its largest logit from such keys; as a mass it lets the other budgets use them. Left
+    FFD scores a block by its largest logit from such keys (the estimator `ffd`); here all logits count. Left
     open by the source and chosen here: the page is the block, scale and offset in float16.
     """
 

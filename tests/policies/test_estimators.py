@@ -1,4 +1,4 @@
-"""Estimators that keep a rounded copy of the keys: against float64, key by key."""
+"""Estimators that keep keys, rounded or a few of them: against float64, key by key."""
 
 import math
 
@@ -29,12 +29,14 @@ def rounded(values: list[float], levels: int) -> list[float]:
     return [offset + step * code for code in codes]
 
 
-def log_mass(query: list[float], keys: list[list[float]]) -> float:
+def log_mass(query: list[float], keys: list[list[float]], largest: bool = False) -> float:
     logits = [math.fsum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
+    if largest:
+        return max(logits) + math.log(len(keys))
     return math.log(math.fsum(math.exp(logit - max(logits)) for logit in logits)) + max(logits)
 
 
-@pytest.mark.parametrize("name", ["int4", "int2"])
+@pytest.mark.parametrize("name", ["int4", "int2", "ffd"])
 def test_log_mass_of_every_page(name: str) -> None:
     query, keys = drawn()
     estimator = estimators.get(name)()
@@ -49,11 +51,9 @@ def test_log_mass_of_every_page(name: str) -> None:
                 channels = [rounded(list(channel), 3) for channel in zip(*tokens, strict=True)]
                 kept = [list(token) for token in zip(*channels, strict=True)]
             for group in range(GROUP):
-                wanted = log_mass(query[head, group].tolist(), kept)
+                wanted = log_mass(query[head, group].tolist(), kept, name == "ffd")
                 # A value on the edge of a step may go either way in float32.
-                assert found[head, group, page] == pytest.approx(
-                    wanted, abs=2e-2 if name != "sampled" else 1e-5
-                )
+                assert found[head, group, page] == pytest.approx(wanted, abs=2e-2)
 
 
 @pytest.mark.parametrize(("name", "levels", "axis"), [("int4", 15, -1), ("int2", 3, -2)])
@@ -66,7 +66,7 @@ def test_no_channel_is_off_by_more_than_half_a_step(name: str, levels: int, axis
     assert summary["codes"].unique().tolist() == list(range(levels + 1))
 
 
-@pytest.mark.parametrize("name", ["int4", "int2"])
+@pytest.mark.parametrize("name", ["int4", "int2", "ffd"])
 def test_keys_that_are_all_alike_are_exact(name: str) -> None:
     query = drawn()[0]
     keys = torch.full((HEADS, PAGES, SIZE, DIM), 0.75)
@@ -93,3 +93,20 @@ def test_what_is_read_of_a_page_of_64_tokens_and_128_channels() -> None:
     """In values of the cache; the page has 2 * 64 * 128."""
     wanted = {"int4": 64 * 128 // 4 + 2 * 64, "int2": 64 * 128 // 8 + 2 * 128}
     assert {name: estimators.get(name)().metadata_values(128, 64) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "places"), [(16, [2, 6, 10, 14]), (3, [0, 1, 2]), (1, [0]), (5, [0, 1, 3, 4])]
+)
+def test_sampled_keys_stand_for_equal_parts_by_norm(size: int, places: list[int]) -> None:
+    query, keys = drawn(3)[0], 2 * torch.randn(HEADS, PAGES, size, DIM)
+    estimator = estimators.get("sampled")()
+    found = estimator.log_mass(query, estimator.summarize(keys))
+    for head in range(HEADS):
+        for page in range(PAGES):
+            tokens = sorted(keys[head, page].tolist(), key=lambda key: math.fsum(c * c for c in key))
+            chosen = [tokens[place] for place in places]
+            for group in range(GROUP):
+                wanted = log_mass(query[head, group].tolist(), chosen) + math.log(size / len(chosen))
+                assert found[head, group, page] == pytest.approx(wanted, abs=1e-4)
+    assert estimator.metadata_values(DIM, size) == len(places) * DIM
