@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed, TracePath
+
+if TYPE_CHECKING:
+    from coverage_lab.replay.report import Outcome
 
 DEFAULT = ("mvar/coverage:0.98",)
 
@@ -31,7 +34,17 @@ def replay(
         str | None, typer.Option(help="Where the traced model is now, if not where it was.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if any.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many requests.")] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="reference (plain torch) or triton (the kernels); by default triton where it can."),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Choose in plain torch too, and count the rows whose lists are alike."),
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most this many requests, of all tasks in turn.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="At most this many steps a request.")] = None,
     to: Annotated[
         Path | None,
@@ -72,72 +85,83 @@ def replay(
         if quiet:
             status.stop()
         loaded = report.load_traced_model(data, model, device)
-        records = report.replay(
+        outcome = report.replay(
             data,
             loaded,
             asked,
             lists=lists,  # type: ignore[arg-type]
+            backend=backend,
+            check=check,
             limit=limit,
             steps=steps,
             output=to,
             progress=progress,
         )
-    found = report.summarize(records, seed)
-    poor = sorted({record["request_id"] for record in records if record["degenerate"]})
-    if poor and not quiet:
-        print(
-            f"the dense model says the same over and over in {', '.join(poor)}: figures mean little there",
-            file=sys.stderr,
+    if not quiet:
+        for message in remarks(outcome):
+            console.print(message, highlight=False, markup=False, soft_wrap=True)
+    records = outcome.records
+    if records:
+        found = report.summarize(records, seed)
+        flat = [{name: value for name, value in record.items() if name != "kl"} for record in records]
+        written = output.write_records(records, json, None), output.write_records(flat, None, csv)
+        if not any(written):
+            show(found, f"{loaded.identity['model']} under policies, {lists} lists", quiet)
+        if figure:
+            output.save_figure(divergence.figure(divergence.to_frame(found)), figure)
+    if outcome.failed:
+        raise typer.Exit(1)
+
+
+def remarks(outcome: Outcome) -> list[str]:
+    """Return what is to be said of requests that failed, or whose figures mean little."""
+    found = []
+    if outcome.degenerate:
+        named = ", ".join(outcome.degenerate)
+        found.append(f"the dense model says the same over and over in {named}: figures mean little there")
+    if outcome.empty:
+        found.append(f"requests without a decode step, left out: {outcome.empty}")
+    found += [f"{name} failed: {error}" for name, error in outcome.failed.items()]
+    return found
+
+
+def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
+    """Print the lines of a summary as a table."""
+    from coverage_lab.cli import output
+    from coverage_lab.replay.report import CONTROL
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "policy": lambda line: line["policy"],
+        "reads": lambda line: output.percent(line["reads"]),
+        "meta-\ndata": lambda line: output.percent(line["reads_metadata"]),
+        "pages /\noracle": lambda line: output.number(line["pages_over_oracle"], 2),
+        "KL to dense,\nnats": lambda line: f"{line['kl_mean']:.2g}",
+        "95% interval": lambda line: _range(line["ci_low"], line["ci_high"], ".2g"),
+        "less the\nfirst, 95%": lambda line: _range(line["vs_first_low"], line["vs_first_high"], "+.2g"),
+        "p99": lambda line: f"{line['kl_p99']:.2g}",
+        "same\ntop-1": lambda line: output.percent(line["agreement"]),
+        "perplexity": lambda line: output.number(line["perplexity"], 2),
+        "mean\ncoverage": lambda line: output.number(line["coverage_mean"], 3),
+        "lists\nalike": lambda line: output.percent(line.get("equal_rows"), 2),
+        "backend": lambda line: line["backend"],
+    }
+    for name, key in (("perplexity", "perplexity"), ("lists\nalike", "equal_rows")):
+        if all(line.get(key) is None for line in found):
+            del columns[name]
+    rows = [[text(line) for text in columns.values()] for line in found]
+    screen = output.console()
+    title += f": {found[0]['requests']} requests, {found[0]['steps']} steps"
+    droppable = ["backend", "meta-\ndata", "p99", "mean\ncoverage", "pages /\noracle"]
+    output.print_table(screen, title, list(columns), rows, droppable)
+    if not quiet:
+        screen.print(
+            f"{CONTROL} keeps every page: its divergence is numerical error. Metadata: what the choice reads "
+            "besides. Oracle: the pages of C*(0.95).",
+            highlight=False,
+            soft_wrap=True,
         )
-    if not output.write_records(records, json, csv):
-        rows = [
-            [
-                line["policy"],
-                output.percent(line["reads"]),
-                output.percent(line["reads_metadata"]),
-                output.number(line["pages_over_oracle"], 2),
-                f"{line['kl_mean']:.2g}",
-                f"{line['ci_low']:.2g}..{line['ci_high']:.2g}" if line["requests"] > 1 else "-",
-                "-"
-                if math.isnan(line["vs_first_low"])
-                else f"{line['vs_first_low']:+.2g}..{line['vs_first_high']:+.2g}",
-                f"{line['kl_p99']:.2g}",
-                output.percent(line["agreement"]),
-                output.number(line["coverage_mean"], 3),
-            ]
-            for line in found
-        ]
-        screen = output.console()
-        columns = [
-            "policy",
-            "reads",
-            "meta-\ndata",
-            "pages /\noracle",
-            "KL to dense,\nnats",
-            "95% interval",
-            "less the\nfirst, 95%",
-            "worst\np99",
-            "same\ntop-1",
-            "mean\ncoverage",
-        ]
-        title = (
-            f"{loaded.identity['model']} under policies, {lists} lists: {found[0]['requests']} requests, "
-            f"{found[0]['steps']} steps"
-        )
-        output.print_table(
-            screen, title, columns, rows, ["meta-\ndata", "worst\np99", "mean\ncoverage", "pages /\noracle"]
-        )
-        if not quiet:
-            screen.print(
-                f"{report.CONTROL} keeps every page: its divergence is numerical error. Metadata: what the "
-                "estimate reads besides. Oracle: the pages of C*(0.95).",
-                highlight=False,
-                soft_wrap=True,
-            )
-    if figure:
-        output.save_figure(divergence.figure(divergence.to_frame(found)), figure)
 
 
 def _range(low: float, high: float, form: str) -> str:
-    # The first policy differs from itself by nothing.
+    # The first policy differs from itself by nothing, and one request has no interval.
     return "-" if math.isnan(low) or low == high == 0 else f"{low:{form}}..{high:{form}}"

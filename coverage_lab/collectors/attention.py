@@ -1,7 +1,8 @@
-"""See every attention call of a model without changing what it computes."""
+"""See every attention call of a model, and put another output in its place where one is given."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from coverage_lab.errors import CoverageLabError
 
@@ -36,8 +43,8 @@ class AttentionCall:
         Cap on the logits.
     sinks : Tensor or None
         `[query heads]`, learned sink logits that the model adds to the softmax.
-    output : Tensor
-        `[batch, new tokens, query heads, D]`, what the model's own attention made of it.
+    compute : callable
+        Runs the model's own attention; the first of what it returns is the output.
     """
 
     layer: int
@@ -48,7 +55,17 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    output: Tensor
+    compute: Callable[[], tuple[Tensor, ...]]
+
+    @functools.cached_property
+    def own(self) -> tuple[Tensor, ...]:
+        """What the model's own attention returns; it runs when this is first asked for."""
+        return self.compute()
+
+    @property
+    def output(self) -> Tensor:
+        """`[batch, new tokens, query heads, D]`: what the model's own attention makes of the call."""
+        return self.own[0]
 
 
 # What an observer returns, if anything, stands in for the output of the call.
@@ -62,7 +79,8 @@ def observed_attention(model: PreTrainedModel, observe: Observer) -> Iterator[No
     """Call `observe` with every attention call of `model` inside the context.
 
     The model's own attention function (SDPA, flash or eager) and its own mask function still do the
-    work, so outputs do not change, unless `observe` returns another one, shaped as `AttentionCall.output`.
+    work, so outputs do not change, unless `observe` returns another one, shaped as `AttentionCall.output`;
+    then the model's own does not run.
     The model's configuration names ours inside the context only.
 
     Raises
@@ -95,13 +113,16 @@ def _register(base: str) -> str:
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Any:
-        result = (function or _eager_attention(module))(module, query, key, value, attention_mask, **options)
+        def compute() -> Any:
+            own = function or _eager_attention(module)
+            return own(module, query, key, value, attention_mask, **options)
+
         observe = _observer.get()
-        if observe is not None:
-            instead = observe(_call(module, query, key, value, result[0], options))
-            if instead is not None:
-                return (instead, *result[1:])
-        return result
+        if observe is None:
+            return compute()
+        call = _call(module, query, key, value, options, compute)
+        instead = observe(call)
+        return call.own if instead is None else (instead, None)
 
     # Keeps the base's name, in which transformers looks for "flash"; a slash would name a kernel on the hub.
     name = f"coverage_lab_{base}".replace("/", "_")
@@ -111,7 +132,12 @@ def _register(base: str) -> str:
 
 
 def _call(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, output: Tensor, options: dict[str, Any]
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: dict[str, Any],
+    compute: Callable[[], tuple[Tensor, ...]],
 ) -> AttentionCall:
     scaling = options.get("scaling")
     return AttentionCall(
@@ -123,7 +149,7 @@ def _call(
         window=options.get("sliding_window"),
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
-        output=output,
+        compute=compute,
     )
 
 
@@ -132,9 +158,19 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def fresh_cache(model: PreTrainedModel) -> dict[str, Any]:
-    """Return an empty cache as an argument of `model.forward`."""
-    return {cache_argument(model): DynamicCache(config=model.config)}
+def fresh_cache(model: PreTrainedModel, max_tokens: int | None = None) -> dict[str, Any]:
+    """Return an empty cache as an argument of `model.forward`: one that grows, or one of so many tokens."""
+    config = model.config
+    cache = DynamicCache(config=config) if max_tokens is None else StaticCache(config, max_tokens)
+    return {cache_argument(model): cache}
+
+
+def refill(cache: dict[str, Any], source: dict[str, Any], tokens: int) -> None:
+    """Empty a static cache and copy the first tokens of another into it; both as `fresh_cache` gives them."""
+    (kept,), (read,) = cache.values(), source.values()
+    kept.reset()
+    for index, layer in enumerate(read.layers):
+        kept.update(layer.keys[:, :, :tokens], layer.values[:, :, :tokens], index)
 
 
 def _eager_attention(module: Any) -> Callable[..., Any]:

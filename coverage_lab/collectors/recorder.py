@@ -28,6 +28,8 @@ class RequestRecorder:
         Padding tokens that stand before the request in its batch.
     tensor_steps : collection of int
         Steps whose q, k and v are kept as well.
+    summary_dtype : torch.dtype, optional
+        Round summaries to it, as a serving system would keep them; they stay float32 by default.
     """
 
     def __init__(
@@ -36,11 +38,13 @@ class RequestRecorder:
         estimators: Mapping[str, Estimator],
         padding: int = 0,
         tensor_steps: Collection[int] = (),
+        summary_dtype: torch.dtype | None = None,
     ) -> None:
         self.page_size = page_size
         self.estimators = dict(estimators)
         self.padding = padding
         self.tensor_steps = frozenset(tensor_steps)
+        self.summary_dtype = summary_dtype
         self.tensors: dict[str, Tensor] = {}
         self.bytes = 0
         self._summaries: dict[int, dict[str, Summary]] = {}
@@ -69,14 +73,15 @@ class RequestRecorder:
             if step in self.tensor_steps:
                 self._keep_tensors(call, row, visible, step)
 
-    def masses(self, call: AttentionCall, row: int, cached: int) -> Tensor:
+    def masses(self, call: AttentionCall, row: int, cached: int, estimates: bool = True) -> Tensor:
         """Return the log masses of a decode step, `[1 + estimators, KV heads, G, pages]`, and keep none.
 
-        Parameters are those of `see`.
+        Parameters are those of `see`; without `estimates` the exact mass stands alone.
         """
         keys, _, oldest, tokens = self._visible(call, row, cached)
-        self._summarize(call.layer, keys, oldest, tokens)
-        return self._log_mass(call, row, keys, oldest, tokens)
+        if estimates:
+            self._summarize(call.layer, keys, oldest, tokens)
+        return self._log_mass(call, row, keys, oldest, tokens, estimates)
 
     def _visible(self, call: AttentionCall, row: int, cached: int) -> tuple[Tensor, slice, int, int]:
         """Return the request's keys, where they lie, the token of the first one, and how many there were."""
@@ -107,16 +112,20 @@ class RequestRecorder:
         held = self._summaries.setdefault(layer, {})
         done = 0 if not held else next(iter(held.values())).n_pages
         full = tokens // self.page_size
-        if full == done:
+        if full <= done:
             return
         start = done * self.page_size - oldest
         filled = keys[:, start : full * self.page_size - oldest].float()
         filled = filled.unflatten(1, (full - done, self.page_size))
         for name, estimator in self.estimators.items():
             new = estimator.summarize(filled)
+            if self.summary_dtype is not None:
+                new = new.rounded(self.summary_dtype)
             held[name] = held[name].append(new) if name in held else new
 
-    def _log_mass(self, call: AttentionCall, row: int, keys: Tensor, oldest: int, tokens: int) -> Tensor:
+    def _log_mass(
+        self, call: AttentionCall, row: int, keys: Tensor, oldest: int, tokens: int, estimates: bool = True
+    ) -> Tensor:
         size = self.page_size
         position = tokens - 1
         first, n_pages = page_range(position, size, call.window)
@@ -131,7 +140,7 @@ class RequestRecorder:
         exact = logits.logsumexp(-1)
         ends = logits[..., [0, -1], :]
         masses = [exact]
-        for name, estimator in self.estimators.items():
+        for name, estimator in self.estimators.items() if estimates else ():
             pages = (
                 self._summaries[call.layer][name].pages(first, first + n_pages - 1) if n_pages > 1 else None
             )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import polars as pl
 
 from coverage_lab.bootstrap import ratio_interval
 from coverage_lab.collectors.models import LoadedModel, load_model
 from coverage_lab.errors import CoverageLabError
-from coverage_lab.policies.compare import metadata_reads
 from coverage_lab.policies.policy import Policy, parse_policy
+from coverage_lab.replay.decoder import backend_for
 from coverage_lab.replay.journal import Journal
 from coverage_lab.replay.replay import ListsFrom, replay_request
 from coverage_lab.trace import Trace
@@ -48,95 +49,188 @@ def load_traced_model(trace: Trace, name: str | None = None, device: str | None 
     return loaded
 
 
+PoliciesOf = Callable[[int], Sequence[Policy]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a replay found.
+
+    Attributes
+    ----------
+    records : list of dict
+        One for every request and policy, the control first; see `Replayed.record`.
+    failed : dict of str to str
+        Requests that failed, and why; they are tried again when the run goes on.
+    empty : int
+        Requests of the trace without a decode step.
+    """
+
+    records: list[dict[str, Any]]
+    failed: dict[str, str]
+    empty: int
+
+    @property
+    def degenerate(self) -> list[str]:
+        """Requests whose dense answer keeps saying the same."""
+        return sorted({record["request_id"] for record in self.records if record["degenerate"]})
+
+
 def replay(
     trace: Trace,
     loaded: LoadedModel,
-    policies: Sequence[Policy],
+    policies: Sequence[Policy] | PoliciesOf,
     *,
     lists: ListsFrom = "live",
+    backend: str | None = None,
+    check: bool = False,
     limit: int | None = None,
     steps: int | None = None,
     output: Path | None = None,
     progress: Callable[[str, int, int], None] = lambda request, done, all_: None,
-) -> list[dict[str, Any]]:
-    """Return a record for every request and policy, the control first.
+) -> Outcome:
+    """Replay the requests of a trace under policies, and under the control, which keeps every page.
 
     Parameters
     ----------
     trace : Trace
     loaded : LoadedModel
         Of `load_traced_model`.
-    policies : sequence of Policy
-        Those that are given and the control, which keeps every page.
+    policies : sequence of Policy, or callable
+        The policies, or a function from the place of a request in the trace to its policies (always as many,
+        and told apart by the texts of the first request's).
     lists : {"live", "recorded"}
         Whose queries choose: those of the sparse run, or those of the dense one.
+    backend : {"reference", "triton"}, optional
+        What runs the policies; the kernels where they can by default.
+    check : bool
+        Whether to choose in plain torch too where the kernels do, and to count the rows that are alike.
     limit, steps : int, optional
-        At most so many requests, and steps of each.
+        At most so many requests, of all tasks in turn, and steps of each.
     output : Path, optional
         A file that takes the records of each finished request; those that it has already are not run again.
     progress : callable
         Called with the request, runs done and runs in all, after every run.
+
+    Raises
+    ------
+    CoverageLabError
+        If a policy can't be run, or no request has a decode step.
     """
-    asked = [parse_policy(CONTROL), *(policy for policy in policies if str(policy) != CONTROL)]
-    requests = [
-        line
-        for line in trace.requests.sort("request_id").to_dicts()
-        if line["status"] == "ok" and line["decoded_ids"]
-    ][:limit]
+    policies_of = _with_control(policies)
+    first = policies_of(0)
+    labels = [str(policy) for policy in first]
+    layers = {layer.layer for layer in loaded.layers}
+    for policy in first:
+        check_policy(policy, layers)
+        backend_for(loaded, policy, trace.page_size, backend)
+    answered = trace.requests.filter((pl.col("status") == "ok") & (pl.col("decoded_ids").list.len() > 0))
+    turn = pl.int_range(pl.len()).over("task", order_by="request_id")
+    requests = answered.sort(turn, "task", "request_id").to_dicts()[:limit]
     if not requests:
         raise CoverageLabError(
             f"{trace.path} has no request with a decode step; record one with --ignore-eos"
         )
-    journal = None if output is None else Journal(output, _identity(trace, loaded, asked, lists, steps))
-    records, done, runs = [], 0, len(requests) * (len(asked) + 1)
+    places = {shard.request_id: place for place, shard in enumerate(trace.shards)}
+    run = _identity(trace, loaded, [policies_of(0), policies_of(1)], lists, backend, check, steps)
+    journal = None if output is None else Journal(output, run)
+    has_reference = trace.manifest["run"]["decode"] == "forced"
+    records, failed = [], dict[str, str]()
+    done, runs = 0, len(requests) * (len(labels) + 1)
     for line in requests:
-        if journal is not None and line["request_id"] in journal.finished:
-            records += journal.finished[line["request_id"]]
-            done += len(asked) + 1
-            progress(line["request_id"], done, runs)
+        name = line["request_id"]
+        if journal is not None and name in journal.finished:
+            records += journal.finished[name]
+            done += len(labels) + 1
+            progress(name, done, runs)
             continue
+        before = done
 
-        def step(name: str = line["request_id"]) -> None:
+        def step(name: str = name) -> None:
             nonlocal done
             done += 1
             progress(name, done, runs)
 
         fed = line["decoded_ids"][:steps]
         try:
-            found = replay_request(loaded, line["prompt_ids"], fed, asked, trace.page_size, lists, step)
-        except torch.OutOfMemoryError:
-            raise CoverageLabError(
-                f"out of memory at {line['request_id']} ({line['prompt_tokens']} prompt tokens)"
-            ) from None
+            found = replay_request(
+                loaded,
+                line["prompt_ids"],
+                fed,
+                policies_of(places[name]),
+                trace.page_size,
+                lists,
+                backend=backend,
+                check=check,
+                done=step,
+            )
+        except (CoverageLabError, RuntimeError, ValueError) as error:
+            # Running out of memory is one of these.
+            failed[name] = " ".join(str(error).split())[:200] or type(error).__name__
+            done = before + len(labels) + 1
+            progress(name, done, runs)
+            continue
         own = [
             {
-                "request_id": line["request_id"],
+                "request_id": name,
+                "task": line["task"],
                 "prompt_tokens": line["prompt_tokens"],
-                "policy": str(policy),
-                "reads_metadata": metadata_reads(policy, trace),
+                "policy": label,
                 "degenerate": is_degenerate(fed),
                 **one.record(),
             }
-            for policy, one in zip(asked, found, strict=True)
+            for label, one in zip(labels, found, strict=True)
         ]
+        if not has_reference:
+            # The likelihood of the model's own answer says little.
+            own = [record | {"nll_mean": None} for record in own]
         if journal is not None:
-            journal.add(line["request_id"], own)
+            journal.add(name, own)
         records += own
-    return records
+    return Outcome(records, failed, len(trace.requests) - len(answered))
+
+
+def check_policy(policy: Policy, layers: Collection[int]) -> None:
+    """Raise CoverageLabError if a policy names a layer that the model does not have."""
+    unknown = set(policy.dense_layers) - set(layers)
+    if unknown:
+        raise CoverageLabError(
+            f"policy {policy}: the model has no layer {min(unknown)}; it has {min(layers)} to {max(layers)}"
+        )
+    if policy.within is not None:
+        check_policy(policy.within, layers)
+
+
+def _with_control(policies: Sequence[Policy] | PoliciesOf) -> PoliciesOf:
+    given: PoliciesOf = policies if callable(policies) else lambda place: policies
+
+    def policies_of(place: int) -> Sequence[Policy]:
+        return [parse_policy(CONTROL), *(policy for policy in given(place) if str(policy) != CONTROL)]
+
+    return policies_of
 
 
 def _identity(
-    trace: Trace, loaded: LoadedModel, policies: Sequence[Policy], lists: str, steps: int | None
+    trace: Trace,
+    loaded: LoadedModel,
+    policies: Sequence[Sequence[Policy]],
+    lists: str,
+    backend: str | None,
+    check: bool,
+    steps: int | None,
 ) -> dict[str, Any]:
-    """Return what decides the records of a request."""
+    """Return what decides the records of a request; `policies` are those of both parts of the requests."""
     manifest = hashlib.sha256((trace.path / "manifest.json").read_bytes()).hexdigest()
+    described = [[policy.to_json() for policy in part] for part in policies]
     return {
         "trace": manifest[:16],
         "weights": loaded.identity["weights"],
         "dtype": loaded.identity["dtype"],
         "device": loaded.identity["device"],
-        "policies": [str(policy) for policy in policies],
+        "policies": described[0] if described[0] == described[1] else described,
         "lists": lists,
+        "backend": backend,
+        "check": check,
         "steps": steps,
     }
 
@@ -149,44 +243,54 @@ def is_degenerate(tokens: Sequence[int]) -> bool:
 def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
     """Return a line for every policy; intervals resample requests.
 
-    `kl_mean` and `agreement` are means over steps, `kl_p99` the largest p99 of a request, `reads` the pages
-    kept over those seen, `pages_over_oracle` over those of C*(0.95); `coverage_mean` is a mean over the rows
-    of every step. `vs_first` is the mean divergence less that of the first policy after the control, with
-    its paired interval, and `lower` the share of requests on which it is lower.
+    `kl_mean`, `kl_p99` and `agreement` are over all steps; `reads` is the pages kept over those seen,
+    `reads_metadata` what the choice read besides over what dense attention reads, `pages_over_oracle` the
+    pages kept over those of C*(0.95); `coverage_mean` is a mean over the rows of every step. `perplexity` is
+    that of the references, where they were fed. `vs_first` is the mean divergence less that of the first
+    policy after the control, with its paired interval, and `lower` the share of requests where it is lower.
     """
     lines: list[dict[str, Any]] = []
     first: np.ndarray | None = None
     for policy in dict.fromkeys(record["policy"] for record in records):
         own = [record for record in records if record["policy"] == policy]
-        steps = np.array([record["steps"] for record in own], float)
-        divergence = np.array([record["kl_mean"] for record in own]) * steps
-        kept, pages, oracle, covered = (
-            np.array([record[name] for record in own], float)
-            for name in ("kept", "pages", "oracle_pages", "coverage_mean")
-        )
+        steps = _column(own, "steps")
+        divergence = _column(own, "kl_mean") * steps
+        kept, pages = _column(own, "kept"), _column(own, "pages")
         low, high = ratio_interval(divergence, steps, seed)
         if first is None and policy != CONTROL:
             first = divergence
         beyond = np.full_like(divergence, np.nan) if first is None else divergence - first
         paired = ratio_interval(beyond, steps, seed)
-        lines.append(
-            {
-                "policy": policy,
-                "requests": len(own),
-                "steps": int(steps.sum()),
-                "reads": float(kept.sum() / pages.sum()),
-                "reads_metadata": own[0]["reads_metadata"],
-                "pages_over_oracle": float(kept.sum() / oracle.sum()),
-                "kl_mean": float(divergence.sum() / steps.sum()),
-                "ci_low": low,
-                "ci_high": high,
-                "vs_first": float(beyond.sum() / steps.sum()),
-                "vs_first_low": paired[0],
-                "vs_first_high": paired[1],
-                "lower": float(np.mean(beyond < 0)),
-                "kl_p99": max(record["kl_p99"] for record in own),
-                "agreement": float(np.average([record["agreement"] for record in own], weights=steps)),
-                "coverage_mean": float(np.average(covered, weights=steps)),
-            }
-        )
+        # A token is likely or not from the second one on.
+        likely = _column(own, "nll_mean") * (steps - 1)
+        line = {
+            "policy": policy,
+            "requests": len(own),
+            "steps": int(steps.sum()),
+            "reads": float(kept.sum() / pages.sum()),
+            "reads_metadata": float(np.average(_column(own, "reads_metadata"), weights=pages)),
+            "pages_over_oracle": float(kept.sum() / _column(own, "oracle_pages").sum()),
+            "kl_mean": float(divergence.sum() / steps.sum()),
+            "ci_low": low,
+            "ci_high": high,
+            "vs_first": float(beyond.sum() / steps.sum()),
+            "vs_first_low": paired[0],
+            "vs_first_high": paired[1],
+            "lower": float(np.mean(beyond < 0)),
+            "kl_p99": float(np.quantile(np.concatenate([record["kl"] for record in own]), 0.99)),
+            "agreement": float(np.average(_column(own, "agreement"), weights=steps)),
+            "perplexity": float(np.exp(np.nansum(likely) / (steps - 1)[np.isfinite(likely)].sum()))
+            if np.isfinite(likely).any()
+            else None,
+            "coverage_mean": float(np.average(_column(own, "coverage_mean"), weights=steps)),
+            "backend": own[0]["backend"],
+        }
+        if "checked_rows" in own[0]:
+            line["equal_rows"] = float(_column(own, "equal_rows").sum() / _column(own, "checked_rows").sum())
+        lines.append(line)
     return lines
+
+
+def _column(records: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+    """Return one figure of records, NaN where there is none."""
+    return np.array([record[name] for record in records], float)

@@ -1,42 +1,49 @@
-"""Attention of a decode step over the pages that a policy keeps, in plain torch."""
+"""Attention of a decode step over the pages that a policy keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from coverage_lab.collectors.attention import AttentionCall
-from coverage_lab.collectors.recorder import RequestRecorder
 from coverage_lab.kernels.estimate.reference import group_shares
 from coverage_lab.kernels.select.reference import oracle_counts
-from coverage_lab.pages import page_range
-from coverage_lab.policies.policy import Policy
-from coverage_lab.replay.choice import choose, rows_of
+from coverage_lab.replay.choice import Choice, Selector
+from coverage_lab.replay.kernel import KernelAttention
 
 Lists = dict[tuple[int, int], Tensor]
 # Coverage of the oracle set that reads are compared with.
 ORACLE_GAMMA = 0.95
 
 
-@dataclass
 class Tally:
-    """What a policy read, over layers, KV heads and steps.
+    """What a policy read, over layers, KV heads and steps; counted on the device.
 
     Attributes
     ----------
-    kept, pages, oracle : int
-        Pages kept, pages seen, and those of the oracle sets C*(0.95).
+    counts : dict of str to Tensor
+        `kept` and `pages`: pages kept and seen; `oracle`: those of the oracle sets C*(0.95); `values` and
+        `dense_values`: read besides keys and values, and read by dense attention; `rows` and `equal`: rows
+        whose lists were chosen twice, and those that came out alike.
     covered : list of Tensor
         Exact share of the kept pages, `[KV heads]` for every layer and step.
     """
 
-    kept: int = 0
-    pages: int = 0
-    oracle: int = 0
-    covered: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.counts: dict[str, Tensor | int] = {}
+        self.covered: list[Tensor] = []
+
+    def add(self, **counts: Tensor | int) -> None:
+        """Add to the counts."""
+        for name, value in counts.items():
+            self.counts[name] = self.counts.get(name, 0) + value
+
+    def taken(self) -> dict[str, int]:
+        """Return the counts; this waits for the device."""
+        return {name: int(value) for name, value in self.counts.items()}
 
 
 class SparseAttention:
@@ -44,69 +51,106 @@ class SparseAttention:
 
     Parameters
     ----------
-    policy : Policy
-    page_size : int
-        Tokens a page.
+    selector : Selector
     attend : bool
         Whether to attend the chosen pages only; else the model's own attention stays, and the lists are
         those that its queries would have chosen.
     lists : mapping, optional
         Masks `[KV heads, P]` by (layer, step) that are used as they are.
+    kernels : KernelAttention, optional
+        Runs the attention, and the choice where it can; plain torch by default.
+    check : bool
+        Whether to choose in plain torch too where the kernels do, and to count the rows that are alike.
 
     Attributes
     ----------
     lists : dict
         The pages kept, by (layer, step).
     tally : Tally
-    cached : int
-        Tokens in the cache, the new one included; set before every forward call.
-    step : int or None
-        Decode step; None while the prompt is read.
     """
 
     def __init__(
         self,
-        policy: Policy,
-        page_size: int,
+        selector: Selector,
         *,
         attend: bool = True,
         lists: Mapping[tuple[int, int], Tensor] | None = None,
+        kernels: KernelAttention | None = None,
+        check: bool = False,
     ) -> None:
-        self.policy, self.page_size, self.attend = policy, page_size, attend
-        self.given = lists
+        self.selector, self.attend = selector, attend
+        self.given, self.kernels, self.check = lists, kernels, check
         self.lists: Lists = {}
         self.tally = Tally()
-        self.cached = 0
-        self.step: int | None = None
-        # Given lists need no estimate, only the exact masses that they cover.
-        estimated = lists is None and policy.estimator.name != "exact"
-        self._recorder = RequestRecorder(page_size, {"estimate": policy.estimator} if estimated else {})
+        self._cached = 0
+        self._step: int | None = None
+
+    def begin(self, cached: int, step: int | None) -> None:
+        """Say that a forward call begins: tokens in the cache after it, and the step (None: the prompt)."""
+        self._cached, self._step = cached, step
+        if self.kernels is not None and step is not None:
+            self.kernels.lengths.fill_(cached)
 
     def __call__(self, call: AttentionCall) -> Tensor | None:
         """Take one attention call; the output that stands in for the model's own, or None."""
-        if self.step is None:
-            self._recorder.see(call, 0, self.cached, None)
+        if self._step is None:
+            self.selector.see(call, self._cached)
             return None
-        masses = self._recorder.masses(call, 0, self.cached)
-        position = self.cached - 1
-        first, n_pages = page_range(position, self.page_size, call.window)
-        pages = range(first, first + n_pages)
-        rows = rows_of(call.layer, masses.shape[1], position, pages, self.page_size, masses.device)
-        place = call.layer, self.step
-        kept = choose(self.policy, masses[-1], rows) if self.given is None else self.given[place]
-        self.lists[place] = kept
-        exact = group_shares(masses[0])
+        choice, output = self._chosen(call)
+        self.lists[call.layer, self._step] = choice.kept
+        self._count(call, choice)
+        if not self.attend or output is not None:
+            return output
+        policy = self.selector.policy
+        if call.layer in policy.dense_layers:
+            return None
+        if self.kernels is not None:
+            return self.kernels.attend(call, choice.kept)
+        first, masses = int(choice.rows.first_page[0]), choice.estimate if policy.compensate else None
+        return attend_pages(call, choice.kept, first, self._cached - 1, self.selector.page_size, masses)
+
+    def _chosen(self, call: AttentionCall) -> tuple[Choice, Tensor | None]:
+        """Return the choice, and the output where one call of the kernels gives both."""
+        selector, cached = self.selector, self._cached
+        policy = selector.policy
+        if self.given is not None:
+            assert self._step is not None
+            kept = self.given[call.layer, self._step]
+            if policy.compensate:
+                return replace(selector.choose(call, cached), kept=kept), None
+            return selector.measure(call, cached, kept), None
+        if self.kernels is None or not self.kernels.selects or call.layer in policy.dense_layers:
+            return selector.choose(call, cached), None
+        output = self.kernels(call)
+        kept = self.kernels.kept(call.layer, cached)
+        if not self.check:
+            return selector.measure(call, cached, kept), output
+        choice = selector.choose(call, cached)
+        self.tally.add(rows=len(kept), equal=(choice.kept == kept).all(-1).sum())
+        return replace(choice, kept=kept), output
+
+    def _count(self, call: AttentionCall, choice: Choice) -> None:
+        exact = group_shares(choice.exact)
         gamma = torch.tensor([ORACLE_GAMMA], dtype=torch.float64, device=exact.device)
-        self.tally.kept += int(kept.sum())
-        self.tally.pages += kept.numel()
-        self.tally.oracle += int(oracle_counts(exact, rows, gamma).sum())
-        self.tally.covered.append(exact.where(kept, 0).sum(-1))
-        if not self.attend:
-            return None
-        return attend_pages(call, kept, pages.start, position, self.page_size)
+        pages = choice.kept.numel()
+        self.tally.add(
+            kept=choice.kept.sum(),
+            pages=pages,
+            oracle=oracle_counts(exact, choice.rows, gamma).sum(),
+            values=choice.values,
+            dense_values=pages * 2 * self.selector.page_size * call.key.shape[-1],
+        )
+        self.tally.covered.append(exact.where(choice.kept, 0).sum(-1))
 
 
-def attend_pages(call: AttentionCall, kept: Tensor, first_page: int, position: int, page_size: int) -> Tensor:
+def attend_pages(
+    call: AttentionCall,
+    kept: Tensor,
+    first_page: int,
+    position: int,
+    page_size: int,
+    estimate: Tensor | None = None,
+) -> Tensor:
     """Return the attention of a decode call over some pages, `[1, 1, query heads, D]`.
 
     Parameters
@@ -118,6 +162,8 @@ def attend_pages(call: AttentionCall, kept: Tensor, first_page: int, position: i
     first_page, position : int
         Number of the oldest page, and position of the query.
     page_size : int
+    estimate : Tensor, optional
+        `[KV heads, G, P]`: log masses with which the other pages take part, at the mean of their values.
     """
     held = min(position + 1, call.key.shape[-2])
     keys, values = call.key[0, :, :held].float(), call.value[0, :, :held].float()
@@ -130,9 +176,14 @@ def attend_pages(call: AttentionCall, kept: Tensor, first_page: int, position: i
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     logits = logits.masked_fill(~visible[:, None], -torch.inf)
+    if estimate is not None:
+        of_page = torch.nn.functional.one_hot(page, kept.shape[1]).where(seen[:, None], 0).float()
+        means = (of_page / of_page.sum(0).clamp(min=1)).T @ values
+        logits = torch.cat([logits, estimate.masked_fill(kept[:, None], -torch.inf)], -1)
+        values = torch.cat([values, means], 1)
     if call.sinks is not None:
         sinks = call.sinks.float().view(*logits.shape[:2], 1)
         weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
     else:
         weights = logits.softmax(-1)
-    return (weights @ values).flatten(0, 1)[None, None].to(call.output.dtype)
+    return (weights @ values).flatten(0, 1)[None, None].to(call.value.dtype)

@@ -308,7 +308,7 @@ class TestCost:
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 12, 1, 32, generator=generator)
         key = torch.randn(1, 2, 256, 32, generator=generator)
-        call = AttentionCall(0, query, key, key, 0.2, None, None, None, query.transpose(1, 2))
+        call = AttentionCall(0, query, key, key, 0.2, None, None, None, lambda: (query.transpose(1, 2),))
         recorder = RequestRecorder(16, {name: estimators.get(name)() for name in ("mvar", "mean", "quest")})
         with Sizes():
             recorder.see(call, 0, 255, None)

@@ -89,7 +89,7 @@ def test_memory_of_a_long_prompt():
     """Summaries of a layer's keys take some copies of them in float32, and leave little behind."""
     keys = torch.randn(1, 8, 1 << 16, 128, device="cuda", dtype=torch.bfloat16)
     query = torch.randn(1, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
-    call = AttentionCall(0, query, keys, keys, 128**-0.5, None, None, None, query.transpose(1, 2))
+    call = AttentionCall(0, query, keys, keys, 128**-0.5, None, None, None, lambda: (query.transpose(1, 2),))
     recorder = RequestRecorder(64, {"mvar": estimators.get("mvar")()})
     single = keys.numel() * 4
     before = torch.cuda.memory_allocated()

@@ -22,9 +22,8 @@ from transformers import (
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.models import LoadedModel, probe
 from coverage_lab.errors import CoverageLabError
-from coverage_lab.policies.compare import metadata_reads
 from coverage_lab.policies.policy import Policy, parse_policy
-from coverage_lab.replay.choice import choose, rows_of
+from coverage_lab.replay.choice import Selector, choose, rows_of
 from coverage_lab.replay.replay import Replayed, replay_request
 from coverage_lab.replay.report import is_degenerate, replay, summarize
 from coverage_lab.replay.sparse import attend_pages
@@ -67,9 +66,9 @@ def models() -> dict[str, LoadedModel]:
     return found
 
 
-def replayed(loaded: LoadedModel, *policies: str, lists: Any = "live") -> list[Any]:
+def replayed(loaded: LoadedModel, *policies: str, lists: Any = "live", **options: Any) -> list[Any]:
     parsed = [parse_policy(text) for text in policies]
-    return replay_request(loaded, PROMPT, DECODED, parsed, PAGE, lists)
+    return replay_request(loaded, PROMPT, DECODED, parsed, PAGE, lists, **options)
 
 
 @pytest.mark.parametrize("lists", ["live", "recorded"])
@@ -79,7 +78,7 @@ def test_every_page_kept_is_the_dense_model(models: dict[str, LoadedModel], fami
     assert found.kl.shape == (12,)
     assert found.kl.max() <= 1e-6
     assert found.agree.all()
-    assert found.kept == found.pages
+    assert found.counts["kept"] == found.counts["pages"]
     assert torch.allclose(found.realised, torch.ones(()), atol=1e-5)
 
 
@@ -87,7 +86,7 @@ def test_every_page_kept_is_the_dense_model(models: dict[str, LoadedModel], fami
 def test_fewer_pages_are_further_from_dense(models: dict[str, LoadedModel], lists: str):
     texts = [f"exact/coverage:{gamma}" for gamma in (0.95, 0.8, 0.5)]
     found = replayed(models["llama"], *texts, lists=lists)
-    reads = [one.kept / one.pages for one in found]
+    reads = [one.counts["kept"] / one.counts["pages"] for one in found]
     assert 1 > reads[0] > reads[1] > reads[2] > 0
     divergences = [float(one.kl.mean()) for one in found]
     assert divergences == sorted(divergences)
@@ -106,14 +105,14 @@ def test_every_kind_of_policy_runs(models: dict[str, LoadedModel], family: str, 
     for lists in ("live", "recorded"):
         (found,) = replayed(models[family], text, lists=lists)
         assert found.kl.isfinite().all()
-        assert 0 < found.kept < found.pages
+        assert 0 < found.counts["kept"] < found.counts["pages"]
         assert ((found.realised > 0) & (found.realised <= 1 + 1e-5)).all()
 
 
 def test_layers_can_stay_dense(models: dict[str, LoadedModel]):
     (whole, half) = replayed(models["llama"], "exact/fixed:2", "exact/fixed:2,dense_layers=0")
-    pages = whole.pages // 2
-    assert half.kept == pages + whole.kept // 2
+    pages = whole.counts["pages"] // 2
+    assert half.counts["kept"] == pages + whole.counts["kept"] // 2
     assert float(half.kl.mean()) < float(whole.kl.mean())
 
 
@@ -142,14 +141,117 @@ def call_of(position: int, window: int | None = None, sinks: bool = False, softc
         window=window,
         softcap=softcap,
         sinks=normal(6) if sinks else None,
-        output=torch.empty(1, 1, 6, 16),
+        compute=lambda: (torch.empty(1, 1, 6, 16),),
     )
+
+
+PUBLISHED = {
+    "FFD": "ffd/delta:2@query_head",
+    "FFD, local": "ffd/delta:2,local=2,page_size=4@query_head",
+    "Twilight": "int4/coverage:0.8,page_size=1@query_head within quest/fixed:8,page_size=4@query_head",
+    "Quest": "quest/fixed:tokens=24,page_size=4@query_head",
+    "CompKV": "mvar/coverage:0.7,compensate=mean",
+    "sampled keys": "sampled/coverage:0.8",
+    "token oracle": "exact/coverage:0.8,page_size=1",
+    "large pages": "mvar/coverage:0.5,page_size=16",
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_methods_run(models: dict[str, LoadedModel], family: str, name: str):
+    found = {}
+    for lists in ("live", "recorded"):
+        (found[lists],) = replayed(models[family], PUBLISHED[name], lists=lists)
+        assert found[lists].kl.isfinite().all()
+        assert 0 < found[lists].counts["kept"] < found[lists].counts["pages"]
+        assert 0 < found[lists].counts["values"] < found[lists].counts["dense_values"]
+    assert found["live"].counts["pages"] == found["recorded"].counts["pages"]
+
+
+def test_the_oracle_of_tokens_reads_less_than_that_of_pages(models: dict[str, LoadedModel]):
+    pages, tokens = replayed(models["llama"], "exact/coverage:0.8", "exact/coverage:0.8,page_size=1")
+    reads = [one.counts["kept"] / one.counts["pages"] for one in (pages, tokens)]
+    assert reads[1] < 0.8 * reads[0]
+    for one in (pages, tokens):
+        assert one.realised.min() >= 0.8 - 1e-5
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_compensation_brings_the_answer_closer(models: dict[str, LoadedModel], family: str):
+    """With the exact mass of what is dropped only the values are off."""
+    plain, mended = replayed(models[family], "exact/fixed:3", "exact/fixed:3,compensate=mean")
+    assert float(mended.kl.mean()) < 0.8 * float(plain.kl.mean())
+
+
+class TestCandidates:
+    """One policy chooses within the candidates of another."""
+
+    CALL = call_of(45)
+
+    def selector(self, text: str) -> Selector:
+        return Selector(parse_policy(text), PAGE)
+
+    def found(self, text: str):
+        selector = self.selector(text)
+        for cached in (40, 46):
+            short = replace(self.CALL, key=self.CALL.key[:, :, :cached], value=self.CALL.value[:, :, :cached])
+            if cached == 40:
+                selector.see(replace(short, query=short.query.expand(-1, -1, 40, -1)), 40)
+        return selector.choose(self.CALL, 46)
+
+    def masses(self, page: int) -> Tensor:
+        """Exact log masses `[KV heads, G, P]` in float64."""
+        query = self.CALL.query[0, :, 0].double().view(2, 3, 16) * self.CALL.scaling
+        logits = query @ self.CALL.key[0].double().mT
+        parts = logits.split(page, -1)
+        return torch.stack([part.logsumexp(-1) for part in parts], -1)
+
+    @pytest.mark.parametrize("size", [4, 16])
+    @pytest.mark.parametrize("granularity", ["query_head", "kv_head"])
+    def test_pages_of_both_sizes(self, size: int, granularity: str):
+        first, second = self.masses(size), self.masses(PAGE)
+        found = self.found(
+            f"exact/coverage:0.8@{granularity} within exact/fixed:3,page_size={size}@query_head"
+        )
+        last, wanted = 45 // PAGE, set()
+        for head in range(2):
+            allowed = []
+            for masses in first[head]:
+                # The sink, the page of the query, and the best one of the others.
+                end = len(masses) - 1
+                best = {1 + int(masses[1:end].argmax())} if end > 1 else set()
+                pages = {0, end} | best
+                allowed.append({token // PAGE for token in range(46) if token // size in pages})
+            masses = second[head].clone()
+            for group in range(3):
+                outside = [page for page in range(last + 1) if page not in allowed[group]]
+                masses[group, outside] = -torch.inf
+            shares = masses.softmax(-1)
+            lists = shares if granularity == "query_head" else shares.mean(0, keepdim=True)
+            kept: set[int] = set()
+            for share in lists:
+                mine = {0, last}
+                for page in sorted(range(last + 1), key=lambda page: -float(share[page])):
+                    if float(share[list(mine)].sum()) >= 0.8:
+                        break
+                    mine.add(page)
+                kept |= mine
+            wanted = kept & set.union(*allowed)
+            assert set(found.kept[head].nonzero()[:, 0].tolist()) == wanted
+
+    def test_everything_is_kept_of_the_candidates_only(self):
+        found = self.found("exact/coverage:1 within exact/fixed:3")
+        alone = self.found("exact/fixed:3")
+        assert torch.equal(found.kept, alone.kept)
+        assert found.values == 3 * 2 * PAGE * 16 + 6 * 2 * PAGE * 16
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"window": WINDOW}, {"sinks": True}, {"softcap": 2.0}, {"window": 5, "sinks": True}]
 )
-def test_attention_over_pages(options: dict[str, Any]):
+@pytest.mark.parametrize("compensated", [False, True])
+def test_attention_over_pages(options: dict[str, Any], compensated: bool):
     """Token by token in float64."""
     position = 45
     call = call_of(position, **options)
@@ -158,7 +260,8 @@ def test_attention_over_pages(options: dict[str, Any]):
     pages = position // PAGE + 1 - first
     kept = torch.rand(2, pages, generator=torch.Generator().manual_seed(1)) < 0.5
     kept[:, -1] = True
-    found = attend_pages(call, kept, first, position, PAGE)
+    masses = torch.randn(2, 3, pages, generator=torch.Generator().manual_seed(2)) + 2 if compensated else None
+    found = attend_pages(call, kept, first, position, PAGE, masses)
     assert found.shape == (1, 1, 6, 16)
     for head in range(6):
         tokens = [
@@ -171,17 +274,23 @@ def test_attention_over_pages(options: dict[str, Any]):
         if call.softcap:
             logits = [call.softcap * math.tanh(logit / call.softcap) for logit in logits]
         weights = [math.exp(logit) for logit in logits]
+        values = [call.value[0, head // 3, token].double() for token in tokens]
+        for page in (~kept[head // 3]).nonzero()[:, 0].tolist() if masses is not None else ():
+            inside = [
+                call.value[0, head // 3, token].double()
+                for token in range(position + 1 - window, position + 1)
+                if token // PAGE - first == page
+            ]
+            weights.append(math.exp(masses[head // 3, head % 3, page]))
+            values.append(sum(inside) / len(inside))
         total = math.fsum(weights) + (math.exp(call.sinks[head]) if call.sinks is not None else 0.0)
-        wanted = sum(
-            weight / total * call.value[0, head // 3, token].double()
-            for weight, token in zip(weights, tokens, strict=True)
-        )
+        wanted = sum(weight / total * value for weight, value in zip(weights, values, strict=True))
         assert torch.allclose(found[0, 0, head].double(), wanted, atol=1e-5)
 
 
 class TestChoice:
     MASSES = 2 * torch.randn(2, 2, 3, 9, generator=torch.Generator().manual_seed(0))
-    ROWS = rows_of(4, 2, 9 * PAGE - 3, range(0, 9), PAGE, "cpu")
+    ROWS = rows_of(replace(call_of(3), layer=4), 9 * PAGE - 3, PAGE)
 
     def chosen(self, text: str) -> Tensor:
         return choose(parse_policy(text), self.MASSES[1], self.ROWS)
@@ -216,22 +325,28 @@ def test_reads_of_the_oracle_sets(models: dict[str, LoadedModel], lists: str):
     """The rule on exact shares keeps the oracle set and the forced pages, where its own queries choose."""
     (found,) = replayed(models["llama"], "exact/coverage:0.95", lists=lists)
     rows = 2 * 2 * 12
-    assert 0 < found.oracle <= found.pages
+    counts = found.counts
+    assert 0 < counts["oracle"] <= counts["pages"]
     if lists == "live":
-        assert found.oracle <= found.kept <= found.oracle + 2 * rows
+        assert counts["oracle"] <= counts["kept"] <= counts["oracle"] + 2 * rows
 
 
 def test_lines_of_the_summary():
-    base = {"steps": 10, "kl_p99": 1.0, "agreement": 1.0, "kept": 10, "pages": 100, "coverage_mean": 0.5}
-    base |= {"oracle_pages": 5, "reads_metadata": 0.01}
+    base = {"steps": 10, "agreement": 1.0, "kept": 10, "pages": 100, "coverage_mean": 0.5, "kl": [0.1] * 10}
+    base |= {"oracle_pages": 5, "reads_metadata": 0.01, "nll_mean": None, "backend": "reference"}
+    long = {"steps": 20, "kl": [0.4] * 20}
     records = [
-        {"policy": "a", **base, "kl_mean": 0.1},
-        {"policy": "a", **base, "kl_mean": 0.4, "steps": 20, "kept": 50, "agreement": 0.7, "kl_p99": 3.0},
+        {"policy": "a", **base, "kl_mean": 0.1, "nll_mean": 1.0},
+        {"policy": "a", **base, **long, "kl_mean": 0.4, "kept": 50, "agreement": 0.7, "nll_mean": 2.0},
         {"policy": "b", **base, "kl_mean": 0.2},
-        {"policy": "b", **base, "kl_mean": 0.3, "steps": 20},
+        {"policy": "b", **base, **long, "kl_mean": 0.3},
     ]
     first, second = summarize(records)
-    assert (first["policy"], first["requests"], first["steps"], first["kl_p99"]) == ("a", 2, 30, 3.0)
+    assert (first["policy"], first["requests"], first["steps"]) == ("a", 2, 30)
+    assert first["kl_p99"] == pytest.approx(0.4)
+    # The first token of an answer is chosen by the prompt.
+    assert first["perplexity"] == pytest.approx(math.exp((9 * 1 + 19 * 2) / 28))
+    assert second["perplexity"] is None
     assert first["kl_mean"] == pytest.approx((1 + 8) / 30)
     assert first["reads"] == pytest.approx(60 / 200)
     assert first["agreement"] == pytest.approx((10 + 14) / 30)
@@ -253,17 +368,24 @@ def test_answers_that_say_the_same():
     assert not is_degenerate(list(range(6)) * 2)
 
 
-def test_metadata_of_an_estimate():
-    """Of the layers that are estimated alone."""
-    geometry = {"head_dim": 128, "layers": [{"layer": 0}, {"layer": 1}]}
-    trace: Any = SimpleNamespace(geometry=geometry, page_size=64)
+def test_metadata_of_an_estimate(models: dict[str, LoadedModel]):
+    """Of the layers that are estimated alone; of candidates alone, where there are any."""
+    size = 2 * PAGE  # vectors of a page
     for text, wanted in (
-        ("mvar/coverage:0.9", 1 / 64),
-        ("mvar/coverage:0.9,dense_layers=0", 1 / 128),
-        ("mean/fixed:3", 1 / 128),
+        ("mvar/fixed:3", 2 / size),
+        ("mvar/fixed:3,dense_layers=0", 1 / size),
+        ("mean/fixed:3", 1 / size),
+        ("mean/fixed:3,compensate=mean", 2 / size),
         ("mvar/window:3", 0),
+        ("exact/fixed:3", 1 / 2),
+        ("mean/fixed:3,page_size=4", 1 / 8),
     ):
-        assert metadata_reads(parse_policy(text), trace) == wanted
+        for lists in ("live", "recorded"):
+            (found,) = replayed(models["llama"], text, lists=lists)
+            assert found.record()["reads_metadata"] == pytest.approx(wanted)
+    (found,) = replayed(models["llama"], "mean/fixed:2 within mvar/fixed:4")
+    pages = found.counts["pages"]
+    assert found.record()["reads_metadata"] == pytest.approx((2 + 4 * 2 * 2 * 12 / pages) / size)
 
 
 def test_numbers_of_a_request_are_json(models: dict[str, LoadedModel]):
@@ -299,45 +421,54 @@ class TestJournal:
 
     @pytest.fixture
     def run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-        lengths = [3, 5, 7]
+        lengths = [3, 5, 7, 9, 11]
         requests = pl.DataFrame(
             {
-                "request_id": ["a", "b", "c"],
-                "status": ["ok"] * 3,
+                "request_id": ["a", "b", "c", "d", "e"],
+                "task": ["t", "t", "u", "t", "t"],
+                "status": ["ok"] * 4 + ["failed"],
                 "prompt_tokens": lengths,
                 "prompt_ids": [[1] * length for length in lengths],
-                "decoded_ids": [[1, 2]] * 3,
+                "decoded_ids": [[1, 2]] * 3 + [[], [1, 2]],
             }
         )
         trace: Any = SimpleNamespace(
             requests=requests,
+            shards=[SimpleNamespace(request_id=name) for name in "abcd"],
             page_size=PAGE,
             path=tmp_path,
-            geometry={"head_dim": 16, "layers": [{"layer": 0}]},
+            manifest={"run": {"decode": "greedy"}},
         )
         (tmp_path / "manifest.json").write_text("{}")
         ran: list[int] = []
 
         def stand_in(
-            loaded: Any, prompt: list[int], fed: list[int], policies: Any, *rest: Any
+            loaded: Any, prompt: list[int], fed: list[int], policies: Any, *rest: Any, **options: Any
         ) -> list[Replayed]:
             if len(ran) == stop[0]:
                 raise KeyboardInterrupt
+            if len(prompt) == broken[0]:
+                raise torch.OutOfMemoryError("no memory\nfor that")
             ran.append(len(prompt))
             some = torch.full((len(fed),), 1 / (1 + len(prompt)), dtype=torch.float64)
-            return [
-                Replayed(some, some > 0, 1 + len(prompt), 2 + len(prompt), 1, some[None]) for _ in policies
-            ]
+            counts = {"kept": 1 + len(prompt), "pages": 2 + len(prompt), "oracle": 1}
+            counts |= {"values": 1, "dense_values": 9}
+            return [Replayed(some, some > 0, some[1:], counts, some[None], "reference") for _ in policies]
 
-        stop = [99]
+        stop, broken = [99], [0]
         monkeypatch.setattr("coverage_lab.replay.report.replay_request", stand_in)
         identity = {"weights": "w", "dtype": "float32", "device": "cpu"}
-        loaded = LoadedModel(None, None, (), (), identity)  # type: ignore[arg-type]
+        layer: Any = SimpleNamespace(layer=0, window=7, softcap=None, sinks=False)
+        loaded = LoadedModel(None, None, (layer,), (), identity)  # type: ignore[arg-type]
 
-        def replayed(file: Path | None, stop_at: int = 99, text: str = "exact/fixed:3") -> Any:
+        def replayed(
+            file: Path | None, stop_at: int = 99, text: str = "exact/fixed:3", broken_at: int = 0
+        ) -> Any:
             ran.clear()
-            stop[0] = stop_at
-            return replay(trace, loaded, [parse_policy(text)], output=file), len(ran)
+            stop[0], broken[0] = stop_at, broken_at
+            outcome = replay(trace, loaded, [parse_policy(text)], output=file)
+            self.outcome = outcome
+            return outcome.records, len(ran)
 
         return replayed
 
@@ -363,6 +494,24 @@ class TestJournal:
         (tmp_path / "b").write_text("something else\n")
         with pytest.raises(CoverageLabError, match="does not begin like one"):
             run(tmp_path / "b")
+
+    def test_tasks_come_in_turn(self, run: Any):
+        records, _ = run(None)
+        assert [record["request_id"] for record in records[::2]] == ["a", "c", "b"]
+        assert self.outcome.empty == 2
+
+    def test_a_request_that_fails_is_marked_and_tried_again(self, run: Any, tmp_path: Path):
+        records, ran = run(tmp_path / "a", broken_at=7)
+        assert self.outcome.failed == {"c": "no memory for that"}
+        assert ran == 2
+        assert {record["request_id"] for record in records} == {"a", "b"}
+        assert run(tmp_path / "a")[1] == 1
+        assert self.outcome.failed == {}
+
+    def test_a_layer_that_the_model_does_not_have(self, run: Any):
+        for text in ("exact/fixed:3,dense_layers=1", "exact/fixed:3 within mean/fixed:3,dense_layers=0+1"):
+            with pytest.raises(CoverageLabError, match="has no layer 1; it has 0 to 0"):
+                run(None, text=text)
 
     def test_the_control_comes_first_and_once(self, run: Any):
         policies = [record["policy"] for record in run(None, text="exact/coverage:1")[0]]

@@ -46,11 +46,12 @@ class Fixed(Budget):
 
     @classmethod
     def counts(cls, ranking: Ranking, budgets: Sequence[Self]) -> Tensor:
-        pages = [budget._in_pages(ranking.rows.page_size) for budget in budgets]
+        pages = [budget.in_pages(ranking.rows.page_size) for budget in budgets]
         wanted = torch.tensor(pages, dtype=torch.float64, device=ranking.order.device)
         return whole_counts(wanted.expand(len(ranking.order), -1), ranking)
 
-    def _in_pages(self, page_size: int) -> float:
+    def in_pages(self, page_size: int) -> float:
+        """Return the count in pages of so many tokens."""
         return float(self.pages or 0) if self.tokens is None else float(-(-self.tokens // page_size))
 
     def at(self, level: float, max_pages: int) -> Self:

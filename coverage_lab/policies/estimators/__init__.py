@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from coverage_lab.registry import Registry
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -44,6 +45,19 @@ class Summary:
 
         return Summary(
             self.page_size, {name: torch.cat([part, other[name]], 1) for name, part in self.parts.items()}
+        )
+
+    def rounded(self, dtype: torch.dtype) -> Summary:
+        """Return the summary with float32 parts rounded to a type; what it can't hold becomes its largest."""
+        import torch
+
+        most = torch.finfo(dtype).max
+        return Summary(
+            self.page_size,
+            {
+                name: part.clamp(-most, most).to(dtype).float() if part.dtype == torch.float32 else part
+                for name, part in self.parts.items()
+            },
         )
 
 

@@ -1,0 +1,243 @@
+"""A model that reads its prompt dense and decodes under a policy (paper, sections 3 and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from coverage_lab.collectors.attention import AttentionCall, fresh_cache, observed_attention, refill
+from coverage_lab.collectors.models import LoadedModel
+from coverage_lab.errors import CoverageLabError
+from coverage_lab.pages import check_page_size
+from coverage_lab.policies.policy import Policy
+from coverage_lab.replay.choice import Selector
+from coverage_lab.replay.graph import CapturedStep
+from coverage_lab.replay.kernel import KernelAttention, selects, why_not
+from coverage_lab.replay.sparse import SparseAttention
+
+Backend = Literal["reference", "triton"]
+BACKENDS: tuple[Backend, ...] = ("reference", "triton")
+
+
+def backend_for(loaded: LoadedModel, policy: Policy, page_size: int, asked: str | None = None) -> Backend:
+    """Return what runs a policy: what is asked for, or else the kernels where they can.
+
+    Raises
+    ------
+    CoverageLabError
+        If the backend that is asked for can't run it, with the reason.
+    """
+    if asked not in (None, *BACKENDS):
+        raise CoverageLabError(f"backend {asked!r} is not reference or triton")
+    if asked == "reference":
+        return "reference"
+    reason = why_not(loaded, policy, page_size)
+    if reason and asked:
+        raise CoverageLabError(f"the kernels can't run {policy} here: {reason}; --backend reference can")
+    return "reference" if reason else "triton"
+
+
+class Decoder:
+    """Reads prompts dense, then decodes token by token under a policy.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    policy : Policy, optional
+        Dense attention by default.
+    page_size : int
+        Tokens a page, where the policy does not say.
+    backend : {"reference", "triton"}, optional
+        Plain torch, or the kernels; by default the kernels where they can.
+    max_tokens : int, optional
+        Keep a static cache of so many tokens; by default the cache grows.
+    graph : bool
+        Capture a decode step in a CUDA graph, and replay it from then on: dense or on the kernels, with a
+        static cache and full attention in every layer.
+
+    Attributes
+    ----------
+    backend : {"reference", "triton"}
+
+    Raises
+    ------
+    CoverageLabError
+        For what can't be run, with the reason.
+
+    Examples
+    --------
+    ::
+
+        loaded = load_model("smollm2")
+        decoder = Decoder(loaded, Policy.parse("mvar/coverage:0.98"))
+        decoder.generate(loaded.tokenizer("Once upon a time")["input_ids"], 20)
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        policy: Policy | None = None,
+        page_size: int = 64,
+        *,
+        backend: str | None = None,
+        max_tokens: int | None = None,
+        graph: bool = False,
+    ) -> None:
+        check_page_size(page_size)
+        self.loaded, self.policy, self.page_size = loaded, policy, page_size
+        self.backend: Backend = (
+            "reference" if policy is None else backend_for(loaded, policy, page_size, backend)
+        )
+        window = loaded.max_tokens
+        if max_tokens is not None and (max_tokens < 1 or (window is not None and max_tokens > window)):
+            raise CoverageLabError(f"a cache of {max_tokens} tokens; the model's window has {window}")
+        self.max_tokens, self.graph = max_tokens, graph
+        if graph:
+            self._check_graph()
+        self._batch = self._cached = self._steps = 0
+        self._cache: dict[str, Any] = {}
+        self._lengths = torch.zeros(0, dtype=torch.int32, device=loaded.model.device)
+        self._kernels: KernelAttention | None = None
+        self._attention: SparseAttention | None = None
+        self._captured: CapturedStep | None = None
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read prompts of one length, and forget what was there; returns the logits, `[B, vocabulary]`."""
+        lengths = {len(prompt) for prompt in prompts}
+        if len(lengths) != 1 or 0 in lengths:
+            raise CoverageLabError(
+                "prompts that decode together must have the same length, of one token or more"
+            )
+        (length,) = lengths
+        self._check_room(length)
+        if len(prompts) > 1 and self.policy is not None and not self._fused:
+            raise CoverageLabError(
+                f"lists of {self.policy} are chosen for one request at a time, not a batch"
+            )
+        if len(prompts) != self._batch:
+            self._begin_batch(len(prompts))
+        self._cached, self._steps = length, 0
+        if self.policy is not None and not self._fused:
+            selector = Selector(self.policy, self.page_size, self.loaded.model.dtype)
+            self._attention = SparseAttention(selector, kernels=self._kernels)
+        return self._read(torch.tensor([list(prompt) for prompt in prompts]))
+
+    def _read(self, prompts: Tensor) -> Tensor:
+        model, layers = self.loaded.model, self.loaded.layers
+        # A prompt is read into a cache that grows: for a static one a mask would span all its places.
+        grows = not self.loaded.skipped_layers and not any(layer.window for layer in layers)
+        cache = fresh_cache(model, None if grows else self.max_tokens)
+        with self._observed(None):
+            ids = prompts.to(model.device)
+            logits = model(ids, use_cache=True, logits_to_keep=1, **cache).logits[:, -1]
+        if self.max_tokens is None or not grows:
+            self._cache = cache
+            return logits
+        if not self._cache:
+            self._cache = fresh_cache(model, self.max_tokens)
+        if self.graph and self._captured is None:
+            # Steps that warm up write after the first token.
+            self._fill(cache, 1)
+            self._captured = CapturedStep(model, self._cache, self._kernels, self._lengths, self.max_tokens)
+        self._fill(cache, prompts.shape[1])
+        return logits
+
+    def _fill(self, source: dict[str, Any], tokens: int) -> None:
+        """Copy the first tokens of a cache into the static one, and forget what was there."""
+        refill(self._cache, source, tokens)
+        self._lengths.fill_(tokens)
+        if self._kernels is not None:
+            self._kernels.begin()
+        if self._captured is not None:
+            self._captured.begin(tokens)
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Feed one token a request, `[B]`; returns the logits, `[B, vocabulary]`."""
+        if not self._cached:
+            raise CoverageLabError("there is no prompt yet; call prefill first")
+        self._check_room(self._cached + 1)
+        self._cached += 1
+        fed = torch.as_tensor(tokens, device=self.loaded.model.device)[:, None]
+        if self._captured is not None:
+            logits = self._captured(fed)
+        else:
+            self._lengths.fill_(self._cached)
+            with self._observed(self._steps):
+                output = self.loaded.model(fed, use_cache=True, logits_to_keep=1, **self._cache)
+            logits = output.logits[:, -1]
+        self._steps += 1
+        return logits
+
+    def generate(self, prompt: Sequence[int], steps: int, stop_ids: Collection[int] = ()) -> list[int]:
+        """Return the greedy answer to a prompt: at most `steps` tokens, without the one that ends it."""
+        logits, answer = self.prefill([prompt]), list[int]()
+        while len(answer) < steps:
+            token = int(logits[0].argmax())
+            if token in stop_ids:
+                break
+            answer.append(token)
+            if len(answer) < steps:
+                logits = self.step([token])
+        return answer
+
+    @property
+    def reads(self) -> tuple[int, int]:
+        """Pages kept and pages seen since the prompt, over layers, KV heads and steps.
+
+        Layers that stay dense are not counted where the kernels choose.
+        """
+        if self._attention is not None:
+            counts = self._attention.tally.taken()
+            return counts.get("kept", 0), counts.get("pages", 0)
+        if self._kernels is not None:
+            kept, pages = self._kernels.reads.tolist()
+            return kept, pages
+        return 0, 0
+
+    def _check_room(self, tokens: int) -> None:
+        most = self.max_tokens or self.loaded.max_tokens
+        if most is not None and tokens > most:
+            what = "cache" if self.max_tokens else "model's window"
+            raise CoverageLabError(f"{tokens} tokens do not fit in the {what} of {most}")
+
+    def _check_graph(self) -> None:
+        reason = None
+        if self.max_tokens is None or self.max_tokens < 4:
+            reason = "it needs a static cache; give max_tokens from 4 on"
+        elif self.loaded.model.device.type != "cuda":
+            reason = "it needs a GPU"
+        elif self.policy is not None and not self._fused:
+            reason = f"lists of {self.policy} are chosen in plain torch, which waits for the host"
+        elif any(layer.window for layer in self.loaded.layers):
+            reason = "a layer has a sliding window"
+        if reason:
+            raise CoverageLabError(f"a decode step can't be captured: {reason}")
+
+    @property
+    def _fused(self) -> bool:
+        """Whether the kernels choose and attend in one go."""
+        return self.backend == "triton" and self.max_tokens is not None and selects(self.policy)
+
+    def _begin_batch(self, batch: int) -> None:
+        """Forget all that was made for a batch of another size."""
+        self._batch, self._cache, self._captured = batch, {}, None
+        self._lengths = torch.zeros(batch, dtype=torch.int32, device=self.loaded.model.device)
+        if self.policy is not None and self.backend == "triton":
+            static = self.max_tokens is not None
+            self._kernels = KernelAttention(self.policy, self.page_size, self._lengths, static)
+
+    def _observed(self, step: int | None) -> Any:
+        """Put the policy's attention in place of the model's own, for one forward call."""
+        observe: Callable[[AttentionCall], Tensor | None] | None = None
+        if self._attention is not None:
+            self._attention.begin(self._cached, step)
+            observe = self._attention
+        elif step is not None:
+            observe = self._kernels
+        return nullcontext() if observe is None else observed_attention(self.loaded.model, observe)
