@@ -138,7 +138,8 @@ class RequestRecorder:
         gone = visible - first * size
         logits = page_logits(query, keys, size, gone, call.softcap)
         exact = logits.logsumexp(-1)
-        ends = logits[..., [0, -1], :]
+        # Not an index of two places: that would wait for the device.
+        ends = torch.stack([logits[..., 0, :], logits[..., -1, :]], -2)
         masses = [exact]
         for name, estimator in self.estimators.items() if estimates else ():
             pages = (
