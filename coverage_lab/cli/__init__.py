@@ -10,7 +10,17 @@ from typing import NoReturn
 import typer
 
 from coverage_lab import __version__
-from coverage_lab.cli import balance, bench, collect, compare_policies, fit_profile, replay, variation
+from coverage_lab.cli import (
+    balance,
+    bench,
+    collect,
+    compare_policies,
+    explain,
+    fit_profile,
+    replay,
+    reproduce,
+    variation,
+)
 from coverage_lab.errors import CoverageLabError
 
 app = typer.Typer(
@@ -36,9 +46,11 @@ app.command("compare-policies", context_settings={"allow_extra_args": True})(
 )
 app.command("variation")(variation.variation)
 app.command("replay", context_settings={"allow_extra_args": True})(replay.replay)
+app.command("explain")(explain.explain)
 app.command("fit-profile")(fit_profile.fit_profile)
 app.command("balance")(balance.balance)
 app.add_typer(bench.app, name="bench")
+app.add_typer(reproduce.app, name="reproduce")
 
 
 def main() -> NoReturn:

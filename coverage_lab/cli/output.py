@@ -125,6 +125,11 @@ def percent(value: float | None, digits: int = 1) -> str:
     )
 
 
+def interval(low: float, high: float, form: str = ".2g") -> str:
+    """Return the two ends, or a dash where there is no interval, or none to speak of."""
+    return "-" if math.isnan(low) or low == high == 0 else f"{low:{form}}..{high:{form}}"
+
+
 def _write(path: Path, text: str) -> None:
     if path == STDOUT:
         sys.stdout.write(text)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed, TracePath
-
-if TYPE_CHECKING:
-    from coverage_lab.replay.report import Outcome
 
 DEFAULT = ("mvar/coverage:0.98",)
 
@@ -57,13 +53,13 @@ def replay(
     quiet: Quiet = False,
 ) -> None:
     """Feed recorded tokens to the model under policies, and compare what it predicts with dense attention."""
-    from rich.console import Console
-
     from coverage_lab.analyses import divergence
     from coverage_lab.cli import output
+    from coverage_lab.cli.running import finish, running
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.policies.policy import parse_policy
     from coverage_lab.replay import report
+    from coverage_lab.replay.requests import load_traced_model
     from coverage_lab.trace import Trace
 
     output.check_outputs(to, json, csv, figure=figure)
@@ -73,18 +69,8 @@ def replay(
         raise CoverageLabError(f"--lists {lists} is not live or recorded")
     asked = [parse_policy(text) for text in [*(policies or DEFAULT), *context.args]]
     data = Trace(trace)
-    console = Console(stderr=True)
-
-    def progress(request: str, done: int, runs: int) -> None:
-        if console.is_terminal:
-            status.update(f"{request}: {done} of {runs} runs")
-        elif not quiet:
-            console.print(f"{request}: {done} of {runs} runs", highlight=False)
-
-    with console.status("loading the model") as status:
-        if quiet:
-            status.stop()
-        loaded = report.load_traced_model(data, model, device)
+    with running(quiet) as progress:
+        loaded = load_traced_model(data, model, device)
         outcome = report.replay(
             data,
             loaded,
@@ -97,9 +83,6 @@ def replay(
             output=to,
             progress=progress,
         )
-    if not quiet:
-        for message in remarks(outcome):
-            console.print(message, highlight=False, markup=False, soft_wrap=True)
     records = outcome.records
     if records:
         found = report.summarize(records, seed)
@@ -109,20 +92,7 @@ def replay(
             show(found, f"{loaded.identity['model']} under policies, {lists} lists", quiet)
         if figure:
             output.save_figure(divergence.figure(divergence.to_frame(found)), figure)
-    if outcome.failed:
-        raise typer.Exit(1)
-
-
-def remarks(outcome: Outcome) -> list[str]:
-    """Return what is to be said of requests that failed, or whose figures mean little."""
-    found = []
-    if outcome.degenerate:
-        named = ", ".join(outcome.degenerate)
-        found.append(f"the dense model says the same over and over in {named}: figures mean little there")
-    if outcome.empty:
-        found.append(f"requests without a decode step, left out: {outcome.empty}")
-    found += [f"{name} failed: {error}" for name, error in outcome.failed.items()]
-    return found
+    finish(outcome, quiet)
 
 
 def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
@@ -136,8 +106,10 @@ def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
         "meta-\ndata": lambda line: output.percent(line["reads_metadata"]),
         "pages /\noracle": lambda line: output.number(line["pages_over_oracle"], 2),
         "KL to dense,\nnats": lambda line: f"{line['kl_mean']:.2g}",
-        "95% interval": lambda line: _range(line["ci_low"], line["ci_high"], ".2g"),
-        "less the\nfirst, 95%": lambda line: _range(line["vs_first_low"], line["vs_first_high"], "+.2g"),
+        "95% interval": lambda line: output.interval(line["ci_low"], line["ci_high"]),
+        "less the\nfirst, 95%": lambda line: output.interval(
+            line["vs_first_low"], line["vs_first_high"], "+.2g"
+        ),
         "p99": lambda line: f"{line['kl_p99']:.2g}",
         "same\ntop-1": lambda line: output.percent(line["agreement"]),
         "perplexity": lambda line: output.number(line["perplexity"], 2),
@@ -160,8 +132,3 @@ def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
             highlight=False,
             soft_wrap=True,
         )
-
-
-def _range(low: float, high: float, form: str) -> str:
-    # The first policy differs from itself by nothing, and one request has no interval.
-    return "-" if math.isnan(low) or low == high == 0 else f"{low:{form}}..{high:{form}}"

@@ -92,6 +92,14 @@ class RequestRecorder:
         tokens = cached - self.padding
         return keys, visible, tokens - keys.shape[-2], tokens
 
+    def fork(self) -> RequestRecorder:
+        """Return a recorder with the same summaries, which goes on by itself and has recorded nothing yet."""
+        twin = RequestRecorder(
+            self.page_size, self.estimators, self.padding, self.tensor_steps, self.summary_dtype
+        )
+        twin._summaries = {layer: dict(held) for layer, held in self._summaries.items()}
+        return twin
+
     def take(self) -> dict[int, list[Tensor]]:
         """Return and forget the log masses so far.
 

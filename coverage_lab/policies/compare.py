@@ -14,7 +14,7 @@ from coverage_lab.policies.budgets import budgets, significant
 from coverage_lab.policies.budgets.coverage import Coverage
 from coverage_lab.policies.budgets.profiled import Profile, Profiled
 from coverage_lab.policies.estimators import estimators
-from coverage_lab.policies.evaluate import Evaluation, evaluate, needed_columns
+from coverage_lab.policies.evaluate import Evaluation, PoliciesOf, evaluate, needed_columns
 from coverage_lab.policies.fit import GroupCounts, group_counts
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.trace import Trace
@@ -114,7 +114,9 @@ def same_guarantee(
         target_coverage,
         pace.step,
     )
-    families = _families(trace, lambda estimator, by: _quantile_family(estimator, by, needs))
+    families = _families(
+        trace, trace.estimators, lambda estimator, by: _quantile_family(estimator, by, needs)
+    )
 
     tried: list[_Tried] = []
     brackets = np.tile([0.0, 1.0], (len(families), 1))
@@ -161,31 +163,7 @@ def same_reads(
     _check_fraction("target coverage", target_coverage)
     reference = _anchor(trace, anchor)
     pace = _Pace(trace, "same reads", 6, progress)
-    start = evaluate(trace, [reference], target_coverage, realised=False, progress=pace.step)
-    reads = float(start.kept.sum() / start.pages.sum())
-    fitted = group_counts(
-        trace,
-        [
-            replace(reference, estimator=estimators.get(name)(), granularity="kv_head")
-            for name in trace.estimators
-        ],
-        FOLDS,
-        progress=pace.step,
-    )
-    families = [
-        _with_dense_layers(family, reference.dense_layers)
-        for family in _families(trace, lambda estimator, by: _scaled_family(estimator, by, fitted))
-    ]
-    brackets = np.tile([0.0, 1.0], (len(families), 1))
-    for _ in range(3):
-        passed = _try_levels(trace, families, brackets, target_coverage, pace)
-        grid, result = passed.levels, passed.result
-        got = (result.kept.sum(0) / result.pages.sum()).reshape(len(families), LEVELS)
-        best = np.abs(got - reads).argmin(1)
-        above = np.minimum((got < reads).sum(1), LEVELS - 1)
-        places = np.arange(len(families))
-        chosen = grid[places, best]
-        brackets = np.stack([grid[places, np.maximum(above - 1, 0)], grid[places, above]], 1)
+    families, chosen, reads = _matched(trace, reference, trace.estimators, target_coverage, pace)
     policies = _policies(families, chosen)
     final = evaluate(
         trace, lambda request: [reference, *policies(request)], target_coverage, progress=pace.step
@@ -199,6 +177,57 @@ def same_reads(
         if not _same_rule(policy, reference):
             records.append(line)
     return records
+
+
+def matched(
+    trace: Trace, anchor: str | None = None, progress: Progress = lambda what, done, total: None
+) -> PoliciesOf:
+    """Return policies that read as much as an anchor, from the place of a request to what it is to run under.
+
+    The anchor comes first, then every other budget on its estimate; profiles are those of the other half of
+    the requests, as in `same_reads`.
+    """
+    reference = _anchor(trace, anchor)
+    pace = _Pace(trace, "same reads", 5, progress)
+    families, chosen, _ = _matched(trace, reference, [reference.estimator.name], 1.0, pace)
+    others = [
+        place
+        for place, (family, level) in enumerate(zip(families, chosen, strict=True))
+        if not _same_rule(family.at(float(level), 0), reference)
+    ]
+    policies = _policies([families[place] for place in others], chosen[others])
+    return lambda request: [reference, *policies(request)]
+
+
+def _matched(
+    trace: Trace, reference: Policy, estimators_: Sequence[str], target: float, pace: _Pace
+) -> tuple[list[Family], np.ndarray, float]:
+    """Return every budget on some estimates, the levels that read as much as `reference`, and these reads."""
+    start = evaluate(trace, [reference], target, realised=False, progress=pace.step)
+    reads = float(start.kept.sum() / start.pages.sum())
+    fitted = group_counts(
+        trace,
+        [replace(reference, estimator=estimators.get(name)(), granularity="kv_head") for name in estimators_],
+        FOLDS,
+        progress=pace.step,
+    )
+    families = [
+        _with_dense_layers(family, reference.dense_layers)
+        for family in _families(
+            trace, estimators_, lambda estimator, by: _scaled_family(estimator, by, fitted)
+        )
+    ]
+    brackets = np.tile([0.0, 1.0], (len(families), 1))
+    for _ in range(3):
+        passed = _try_levels(trace, families, brackets, target, pace)
+        grid, result = passed.levels, passed.result
+        got = (result.kept.sum(0) / result.pages.sum()).reshape(len(families), LEVELS)
+        best = np.abs(got - reads).argmin(1)
+        above = np.minimum((got < reads).sum(1), LEVELS - 1)
+        places = np.arange(len(families))
+        chosen = grid[places, best]
+        brackets = np.stack([grid[places, np.maximum(above - 1, 0)], grid[places, above]], 1)
+    return families, chosen, reads
 
 
 def given(
@@ -290,18 +319,20 @@ def _check_fraction(what: str, value: float) -> None:
 By = Literal["layer", "kv_head"]
 
 
-def _families(trace: Trace, profiled: Callable[[str, By], Family]) -> list[Family]:
-    """Every registered budget on every recorded estimator; profiles where both parts have requests."""
+def _families(
+    trace: Trace, estimators_: Sequence[str], profiled: Callable[[str, By], Family]
+) -> list[Family]:
+    """Every registered budget on some estimators; profiles where both parts have requests."""
     if not trace.estimators:
         trace.require(["share"])
     families = []
-    for estimator in trace.estimators:
+    for estimator in estimators_:
         for name in budgets.names():
             kind = budgets.get(name)
             if kind is Profiled:
                 if len(trace.shards) >= FOLDS:
                     families += [profiled(estimator, by) for by in ("layer", "kv_head")]
-            elif kind.reads_shares or estimator == "exact":
+            elif kind.reads_shares or estimator == estimators_[0]:
                 families.append(_budget_family(estimator, name, trace.max_pages))
     return families
 

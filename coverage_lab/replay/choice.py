@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +14,8 @@ from coverage_lab.collectors.recorder import RequestRecorder
 from coverage_lab.kernels.estimate.reference import group_shares
 from coverage_lab.pages import Rows, page_range
 from coverage_lab.policies.policy import Policy
+
+Rule = Callable[[Tensor, Tensor, Rows], Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,20 @@ class Selector:
         Tokens a page, where the policy does not say.
     summary_dtype : torch.dtype, optional
         Type that summaries are kept in; float32 by default.
+    rule : callable, optional
+        Takes exact and estimated log masses, `[KV heads, G, P]` each, and the rows, and returns the pages
+        kept, in place of the policy's own budget.
     """
 
-    def __init__(self, policy: Policy, page_size: int, summary_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        page_size: int,
+        summary_dtype: torch.dtype | None = None,
+        rule: Rule | None = None,
+    ) -> None:
         self.policy = policy
+        self._rule = rule or (lambda exact, estimate, rows: choose(policy, estimate, rows))
         self.page_size = policy.page_size or page_size
         estimator = policy.estimator
         estimates = {} if estimator.name == "exact" or not policy.budget.reads_shares else {"": estimator}
@@ -71,11 +85,11 @@ class Selector:
         exact, estimate = masses[0], masses[-1]
         pages = estimate.shape[-1] * estimate.shape[0]
         if self._candidates is None or call.layer in self.policy.dense_layers:
-            kept = self.keep(exact, estimate, rows)
+            kept = self._rule(exact, estimate, rows)
             return Choice(kept, exact, estimate, rows, self._values(call, pages))
         allowed, values = self._candidates.heads(call, cached, self.page_size)
         estimate = estimate.masked_fill(~allowed, -torch.inf)
-        kept = self.keep(exact, estimate, rows) & allowed.any(1)
+        kept = self._rule(exact, estimate, rows) & allowed.any(1)
         return Choice(kept, exact, estimate, rows, values + self._values(call, allowed.any(1).sum()))
 
     def heads(self, call: AttentionCall, cached: int, page_size: int) -> tuple[Tensor, int | Tensor]:
@@ -103,9 +117,13 @@ class Selector:
         rows = rows_of(call, cached - 1, self.page_size)
         return Choice(kept, exact, exact, rows, self._values(call, kept.numel()))
 
-    def keep(self, exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
-        """Return the pages kept of log masses, `[KV heads, P]` bool."""
-        return choose(self.policy, estimate, rows)
+    def fork(self, rule: Rule | None = None) -> Selector:
+        """Return a selector that has seen the same and goes on alone, by another rule if one is given."""
+        twin = copy.copy(self)
+        twin._rule = rule or self._rule
+        twin._recorder = self._recorder.fork()
+        twin._candidates = None if self._candidates is None else self._candidates.fork()
+        return twin
 
     def _values(self, call: AttentionCall, pages: int | Tensor) -> int | Tensor:
         """Values read for the estimates of so many pages, and for what stands in for them."""

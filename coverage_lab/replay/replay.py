@@ -17,7 +17,7 @@ from coverage_lab.policies.policy import Policy
 from coverage_lab.replay.choice import Selector
 from coverage_lab.replay.decoder import Backend, backend_for
 from coverage_lab.replay.kernel import KernelAttention
-from coverage_lab.replay.sparse import Lists, SparseAttention
+from coverage_lab.replay.sparse import SparseAttention
 
 ListsFrom = Literal["live", "recorded"]
 
@@ -117,57 +117,96 @@ def replay_request(
     """
     backends = [backend_for(loaded, policy, page_size, backend) for policy in policies]
     selectors = [Selector(policy, page_size, loaded.model.dtype) for policy in policies]
-    return replay_selectors(loaded, prompt_ids, decoded_ids, selectors, backends, lists, check, done)
-
-
-@torch.inference_mode()
-def replay_selectors(
-    loaded: LoadedModel,
-    prompt_ids: Sequence[int],
-    decoded_ids: Sequence[int],
-    selectors: Sequence[Selector],
-    backends: Sequence[Backend] | None = None,
-    lists: ListsFrom = "live",
-    check: bool = False,
-    done: Callable[[], None] = lambda: None,
-) -> list[Replayed]:
-    """Do what `replay_request` does with selectors that have seen nothing yet; plain torch by default."""
-    model, cached = loaded.model, len(prompt_ids)
-    backends = backends or ["reference"] * len(selectors)
-    # All see the prompt and summarize it; where lists are recorded, the dense run's steps too.
-    everyone = Together([SparseAttention(selector, attend=False) for selector in selectors])
-    cache = fresh_cache(model)
-    prompt = torch.tensor([list(prompt_ids)], device=model.device)
-    with observed_attention(model, everyone):
-        everyone.begin(cached, None)
-        model(prompt, use_cache=True, logits_to_keep=1, **cache)
-    recorded = lists == "recorded"
-    dense = everyone if recorded else Together([])
-    wanted = _decode(loaded, copy.deepcopy(cache), cached, decoded_ids, dense)
-    if not wanted.isfinite().all():
-        raise CoverageLabError("the dense model's logits are not finite")
+    request = PreparedRequest(loaded, prompt_ids, decoded_ids, selectors)
+    seen = request.decode_dense(choose=lists == "recorded")
     done()
     found = []
-    for selector, backend, seen in zip(selectors, backends, everyone.attentions, strict=True):
-        given: Lists | None = seen.lists if recorded else None
-        kernels = None
+    for selector, runs_on, chosen in zip(selectors, backends, seen, strict=True):
+        found.append(request.decode(selector, runs_on, chosen, check))
+        done()
+    return found
+
+
+class PreparedRequest:
+    """A request whose prompt has been read, and that can be decoded again and again.
+
+    Parameters
+    ----------
+    loaded : LoadedModel
+    prompt_ids, decoded_ids : sequence of int
+        The prompt, which is read dense, and the tokens that are fed one a step.
+    selectors : sequence of Selector
+        They see the prompt. Each serves one decoding; `Selector.fork` makes more.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prompt_ids: Sequence[int],
+        decoded_ids: Sequence[int],
+        selectors: Sequence[Selector],
+    ) -> None:
+        self.loaded, self.decoded_ids, self.cached = loaded, list(decoded_ids), len(prompt_ids)
+        self._everyone = Together([SparseAttention(selector, attend=False) for selector in selectors])
+        self._cache = fresh_cache(loaded.model)
+        prompt = torch.tensor([list(prompt_ids)], device=loaded.model.device)
+        with observed_attention(loaded.model, self._everyone):
+            self._everyone.begin(self.cached, None)
+            loaded.model(prompt, use_cache=True, logits_to_keep=1, **self._cache)
+        self._dense: Tensor | None = None
+
+    @torch.inference_mode()
+    def decode_dense(self, choose: bool = False) -> Sequence[SparseAttention | None]:
+        """Decode dense, before anything else.
+
+        With `choose` every selector chooses from the queries of this run; the attentions that hold the lists
+        are returned, one a selector, and go to `decode`.
+        """
+        watching = self._everyone if choose else Together([])
+        self._dense = self._logits(copy.deepcopy(self._cache), watching)
+        if not self._dense.isfinite().all():
+            raise CoverageLabError("the dense model's logits are not finite")
+        return self._everyone.attentions if choose else [None] * len(self._everyone.attentions)
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        selector: Selector,
+        backend: Backend = "reference",
+        chosen: SparseAttention | None = None,
+        check: bool = False,
+    ) -> Replayed:
+        """Decode under a policy, with the lists of `chosen` if given, and compare with the dense run."""
+        model, kernels = self.loaded.model, None
         if backend == "triton":
             lengths = torch.zeros(1, dtype=torch.int32, device=model.device)
             kernels = KernelAttention(selector.policy, selector.page_size, lengths)
-            own = fresh_cache(model, cached + len(decoded_ids))
-            refill(own, cache, cached)
+            cache = fresh_cache(model, self.cached + len(self.decoded_ids))
+            refill(cache, self._cache, self.cached)
         else:
-            own = copy.deepcopy(cache)
-        attention = SparseAttention(selector, lists=given, kernels=kernels, check=check)
-        logits = _decode(loaded, own, cached, decoded_ids, Together([attention]))
+            cache = copy.deepcopy(self._cache)
+        lists = None if chosen is None else chosen.lists
+        attention = SparseAttention(selector, lists=lists, kernels=kernels, check=check)
+        logits = self._logits(cache, Together([attention]))
         counts = attention.tally.taken()
-        if recorded:
+        if chosen is not None:
             # What the choice read, it read in the dense run.
-            counts["values"] = seen.tally.taken()["values"]
+            counts["values"] = chosen.tally.taken()["values"]
         realised = torch.stack(attention.tally.covered)
-        found.append(_compared(logits, wanted, decoded_ids, counts, realised, backend))
-        done()
-    return found
+        assert self._dense is not None, "decode_dense comes first"
+        return _compared(logits, self._dense, self.decoded_ids, counts, realised, backend)
+
+    def _logits(self, cache: dict[str, Any], attention: Together) -> Tensor:
+        """Feed the tokens one by one and return the logits after each, `[steps, vocabulary]` float32."""
+        model, found = self.loaded.model, []
+        with observed_attention(model, attention):
+            for step, token in enumerate(self.decoded_ids):
+                attention.begin(self.cached + step + 1, step)
+                fed = torch.tensor([[token]], device=model.device)
+                output = model(fed, use_cache=True, logits_to_keep=1, **cache)
+                found.append(output.logits[0, -1].float())
+        return torch.stack(found)
 
 
 class Together:
@@ -186,20 +225,6 @@ class Together:
         for attention in self.attentions:
             instead = attention(call)
         return instead
-
-
-def _decode(
-    loaded: LoadedModel, cache: dict[str, Any], cached: int, tokens: Sequence[int], attention: Together
-) -> Tensor:
-    """Feed tokens one by one and return the logits after each, `[steps, vocabulary]` float32."""
-    model, found = loaded.model, []
-    with observed_attention(model, attention):
-        for step, token in enumerate(tokens):
-            attention.begin(cached + step + 1, step)
-            fed = torch.tensor([[token]], device=model.device)
-            output = model(fed, use_cache=True, logits_to_keep=1, **cache)
-            found.append(output.logits[0, -1].float())
-    return torch.stack(found)
 
 
 def _compared(

@@ -2,78 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 
 from coverage_lab.bootstrap import ratio_interval
-from coverage_lab.collectors.models import LoadedModel, load_model
+from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.errors import CoverageLabError
+from coverage_lab.policies.evaluate import PoliciesOf
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.decoder import backend_for
-from coverage_lab.replay.journal import Journal
 from coverage_lab.replay.replay import ListsFrom, replay_request
+from coverage_lab.replay.requests import Outcome, Progress, over_requests
 from coverage_lab.trace import Trace
 
 # Every page kept: what is left of the divergence is numerical error.
 CONTROL = "exact/coverage:1"
-
-
-def load_traced_model(trace: Trace, name: str | None = None, device: str | None = None) -> LoadedModel:
-    """Return the model that a trace was recorded with.
-
-    Parameters
-    ----------
-    trace : Trace
-    name : str, optional
-        Where the model is now, if not where it was.
-    device : str, optional
-
-    Raises
-    ------
-    CoverageLabError
-        If it has other weights.
-    """
-    recorded = trace.manifest["run"]["model"]
-    loaded = load_model(name or recorded["model"], recorded["dtype"], device)
-    if loaded.identity["weights"] != recorded["weights"]:
-        raise CoverageLabError(
-            f"the weights of {name or recorded['model']} are not those that {trace.path} was recorded with; "
-            "give the right one with --model"
-        )
-    return loaded
-
-
-PoliciesOf = Callable[[int], Sequence[Policy]]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a replay found.
-
-    Attributes
-    ----------
-    records : list of dict
-        One for every request and policy, the control first; see `Replayed.record`.
-    failed : dict of str to str
-        Requests that failed, and why; they are tried again when the run goes on.
-    empty : int
-        Requests of the trace without a decode step.
-    """
-
-    records: list[dict[str, Any]]
-    failed: dict[str, str]
-    empty: int
-
-    @property
-    def degenerate(self) -> list[str]:
-        """Requests whose dense answer keeps saying the same."""
-        return sorted({record["request_id"] for record in self.records if record["degenerate"]})
 
 
 def replay(
@@ -87,7 +33,7 @@ def replay(
     limit: int | None = None,
     steps: int | None = None,
     output: Path | None = None,
-    progress: Callable[[str, int, int], None] = lambda request, done, all_: None,
+    progress: Progress = lambda request, done, all_: None,
 ) -> Outcome:
     """Replay the requests of a trace under policies, and under the control, which keeps every page.
 
@@ -124,70 +70,43 @@ def replay(
     for policy in first:
         check_policy(policy, layers)
         backend_for(loaded, policy, trace.page_size, backend)
-    answered = trace.requests.filter((pl.col("status") == "ok") & (pl.col("decoded_ids").list.len() > 0))
-    turn = pl.int_range(pl.len()).over("task", order_by="request_id")
-    requests = answered.sort(turn, "task", "request_id").to_dicts()[:limit]
-    if not requests:
-        raise CoverageLabError(
-            f"{trace.path} has no request with a decode step; record one with --ignore-eos"
-        )
     places = {shard.request_id: place for place, shard in enumerate(trace.shards)}
-    run = _identity(trace, loaded, [policies_of(0), policies_of(1)], lists, backend, check, steps)
-    journal = None if output is None else Journal(output, run)
     has_reference = trace.manifest["run"]["decode"] == "forced"
-    records, failed = [], dict[str, str]()
-    done, runs = 0, len(requests) * (len(labels) + 1)
-    for line in requests:
-        name = line["request_id"]
-        if journal is not None and name in journal.finished:
-            records += journal.finished[name]
-            done += len(labels) + 1
-            progress(name, done, runs)
-            continue
-        before = done
+    # Requests of even and odd places may have profiles of their own.
+    described = [[policy.to_json() for policy in policies_of(part)] for part in (0, 1)]
 
-        def step(name: str = name) -> None:
-            nonlocal done
-            done += 1
-            progress(name, done, runs)
+    def work(line: dict[str, Any], done: Callable[[], None]) -> list[dict[str, Any]]:
+        found = replay_request(
+            loaded,
+            line["prompt_ids"],
+            line["decoded_ids"],
+            policies_of(places[line["request_id"]]),
+            trace.page_size,
+            lists,
+            backend=backend,
+            check=check,
+            done=done,
+        )
+        records = [{"policy": label, **one.record()} for label, one in zip(labels, found, strict=True)]
+        # The likelihood of the model's own answer says little.
+        return records if has_reference else [record | {"nll_mean": None} for record in records]
 
-        fed = line["decoded_ids"][:steps]
-        try:
-            found = replay_request(
-                loaded,
-                line["prompt_ids"],
-                fed,
-                policies_of(places[name]),
-                trace.page_size,
-                lists,
-                backend=backend,
-                check=check,
-                done=step,
-            )
-        except (CoverageLabError, RuntimeError, ValueError) as error:
-            # Running out of memory is one of these.
-            failed[name] = " ".join(str(error).split())[:200] or type(error).__name__
-            done = before + len(labels) + 1
-            progress(name, done, runs)
-            continue
-        own = [
-            {
-                "request_id": name,
-                "task": line["task"],
-                "prompt_tokens": line["prompt_tokens"],
-                "policy": label,
-                "degenerate": is_degenerate(fed),
-                **one.record(),
-            }
-            for label, one in zip(labels, found, strict=True)
-        ]
-        if not has_reference:
-            # The likelihood of the model's own answer says little.
-            own = [record | {"nll_mean": None} for record in own]
-        if journal is not None:
-            journal.add(name, own)
-        records += own
-    return Outcome(records, failed, len(trace.requests) - len(answered))
+    return over_requests(
+        trace,
+        loaded,
+        work,
+        run={
+            "policies": described[0] if described[0] == described[1] else described,
+            "lists": lists,
+            "backend": backend,
+            "check": check,
+        },
+        runs=len(labels) + 1,
+        limit=limit,
+        steps=steps,
+        output=output,
+        progress=progress,
+    )
 
 
 def check_policy(policy: Policy, layers: Collection[int]) -> None:
@@ -208,36 +127,6 @@ def _with_control(policies: Sequence[Policy] | PoliciesOf) -> PoliciesOf:
         return [parse_policy(CONTROL), *(policy for policy in given(place) if str(policy) != CONTROL)]
 
     return policies_of
-
-
-def _identity(
-    trace: Trace,
-    loaded: LoadedModel,
-    policies: Sequence[Sequence[Policy]],
-    lists: str,
-    backend: str | None,
-    check: bool,
-    steps: int | None,
-) -> dict[str, Any]:
-    """Return what decides the records of a request; `policies` are those of both parts of the requests."""
-    manifest = hashlib.sha256((trace.path / "manifest.json").read_bytes()).hexdigest()
-    described = [[policy.to_json() for policy in part] for part in policies]
-    return {
-        "trace": manifest[:16],
-        "weights": loaded.identity["weights"],
-        "dtype": loaded.identity["dtype"],
-        "device": loaded.identity["device"],
-        "policies": described[0] if described[0] == described[1] else described,
-        "lists": lists,
-        "backend": backend,
-        "check": check,
-        "steps": steps,
-    }
-
-
-def is_degenerate(tokens: Sequence[int]) -> bool:
-    """Return whether a dense answer of some length keeps saying the same: its figures then mean little."""
-    return len(tokens) >= 8 and len(set(tokens)) <= len(tokens) // 4
 
 
 def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:

@@ -25,7 +25,8 @@ from coverage_lab.errors import CoverageLabError
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.choice import Selector, choose, rows_of
 from coverage_lab.replay.replay import Replayed, replay_request
-from coverage_lab.replay.report import is_degenerate, replay, summarize
+from coverage_lab.replay.report import replay, summarize
+from coverage_lab.replay.requests import is_degenerate
 from coverage_lab.replay.sparse import attend_pages
 
 PAGE = 8

@@ -1,0 +1,111 @@
+"""`coverage-lab explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed, TracePath
+
+# Heads that the table shows.
+SHOWN = 10
+
+
+def explain(
+    trace: TracePath,
+    policy: Annotated[str, typer.Option(help="What to take apart.")] = "mvar/coverage:0.98",
+    heads: Annotated[
+        bool, typer.Option("--heads/--no-heads", help="Run every KV head alone, which takes longest.")
+    ] = True,
+    model: Annotated[
+        str | None, typer.Option(help="Where the traced model is now, if not where it was.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if any.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most this many requests, of all tasks in turn.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="At most this many steps a request.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Keep what is finished in this file; an unfinished run goes on."),
+    ] = None,
+    seed: Seed = 0,
+    json: JsonPath = None,
+    csv: CsvPath = None,
+    figure: FigurePath = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say why a policy moves the answer: which KV heads carry the divergence, and what is at fault there."""
+    from coverage_lab.analyses import head_divergence
+    from coverage_lab.cli import output
+    from coverage_lab.cli.running import finish, running
+    from coverage_lab.errors import CoverageLabError
+    from coverage_lab.policies.policy import parse_policy
+    from coverage_lab.replay import explain as explaining
+    from coverage_lab.replay.requests import load_traced_model
+    from coverage_lab.trace import Trace
+
+    output.check_outputs(to, json, csv, figure=figure)
+    if figure and not heads:
+        raise CoverageLabError("--figure draws the KV heads; leave out --no-heads")
+    asked, data = parse_policy(policy), Trace(trace)
+    with running(quiet) as progress:
+        loaded = load_traced_model(data, model, device)
+        outcome = explaining.explain(
+            data, loaded, asked, heads=heads, limit=limit, steps=steps, output=to, progress=progress
+        )
+    lines = explaining.summarize(outcome.records, seed)
+    if not output.write_records(lines, json, csv):
+        show(lines, f"{loaded.identity['model']} under {asked}")
+    if figure and outcome.records:
+        output.save_figure(head_divergence.figure(head_divergence.to_frame(lines)), figure)
+    finish(outcome, quiet)
+
+
+def show(lines: list[dict[str, Any]], title: str) -> None:
+    """Print the variants and the worst KV heads as tables."""
+    from coverage_lab.cli import output
+
+    screen = output.console()
+    variants = [line for line in lines if line["what"] == "variants"]
+    heads = [line for line in lines if line["what"] == "heads"]
+    if not variants:
+        return
+    rows = [
+        [
+            line["variant"],
+            output.percent(line["reads"]),
+            f"{line['kl']:.2g}",
+            output.interval(line["ci_low"], line["ci_high"]),
+            output.number(line["coverage_mean"], 3),
+        ]
+        for line in variants
+    ]
+    columns = ["lists", "reads", "KL to dense,\nnats", "95% interval", "mean\ncoverage"]
+    output.print_table(screen, f"{title}: {variants[0]['requests']} requests", columns, rows)
+    if not heads:
+        return
+    rows = [
+        [
+            f"layer {line['layer']}, KV head {line['kv_head']}",
+            f"{line['kl']:.2g}",
+            output.percent(line["share"]),
+            output.number(line["log_error"], 2),
+            output.percent(line["reads"]),
+            output.number(line["coverage_mean"], 3),
+            output.number(line["coverage_low"], 3),
+        ]
+        for line in heads[:SHOWN]
+    ]
+    columns = [
+        "it alone follows",
+        "KL to dense,\nnats",
+        "of the sum\nof all",
+        "log of estimated\nover exact mass",
+        "reads",
+        "mean\ncoverage",
+        "lowest\ncoverage",
+    ]
+    output.print_table(screen, f"The {len(rows)} worst of {len(heads)} KV heads", columns, rows)

@@ -1,0 +1,119 @@
+"""`coverage-lab reproduce NAME`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from coverage_lab.cli.options import CsvPath, JsonPath, Quiet, Seed, TracePath
+
+if TYPE_CHECKING:
+    from coverage_lab.replay.reproduce import Finding, Report
+
+app = typer.Typer(
+    help="Run a comparison of the paper, and print its figures beside ours.", no_args_is_help=True
+)
+
+_TRACED = {
+    "estimators": "Estimators side by side, and where the mean of the keys fails (appendix A).",
+    "equal-reads": "The coverage rule against other budgets that read as much (5.5.2).",
+    "granularity": "Lists for query heads, KV heads and layers at the same error (2.2, 5.5.3).",
+    "gamma": "KL and reads over gamma (5.5.1, appendix A).",
+}
+
+
+def _traced(name: str) -> Any:
+    def command(
+        trace: TracePath,
+        model: Annotated[
+            str | None, typer.Option(help="Where the traced model is now, if not where it was.")
+        ] = None,
+        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if any.")] = None,
+        backend: Annotated[
+            str | None, typer.Option(help="reference or triton; by default triton where it can.")
+        ] = None,
+        limit: Annotated[
+            int | None, typer.Option(min=1, help="At most this many requests, of all tasks in turn.")
+        ] = None,
+        steps: Annotated[int | None, typer.Option(min=1, help="At most this many steps a request.")] = None,
+        to: Annotated[
+            Path | None,
+            typer.Option(
+                "--output", "-o", help="Keep what is finished in this directory; an unfinished run goes on."
+            ),
+        ] = None,
+        seed: Seed = 0,
+        json: JsonPath = None,
+        csv: CsvPath = None,
+        quiet: Quiet = False,
+    ) -> None:
+        from coverage_lab.cli import output
+        from coverage_lab.cli.running import finish, running
+        from coverage_lab.errors import CoverageLabError
+        from coverage_lab.replay.reproduce import Settings
+        from coverage_lab.replay.requests import load_traced_model
+        from coverage_lab.trace import Trace
+
+        output.check_outputs(json, csv)
+        data = Trace(trace)
+        if to is not None:
+            try:
+                to.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CoverageLabError(f"can't make {to}: {error.strerror or error}") from None
+        comparison = import_module(f"coverage_lab.replay.reproduce.{name.replace('-', '_')}")
+        with running(quiet) as progress:
+            loaded = load_traced_model(data, model, device)
+            settings = Settings(limit, steps, to, backend, seed, progress)
+            report = comparison.run(data, loaded, settings)
+        described = f"{loaded.identity['model']} in {loaded.identity['dtype']} on {loaded.identity['device']}"
+        write(report, described, json, csv)
+        finish(report.joined(), quiet)
+
+    command.__doc__ = _TRACED[name]
+    return command
+
+
+for _name in _TRACED:
+    app.command(_name)(_traced(_name))
+
+
+def write(report: Report, described: str, json: Path | None, csv: Path | None) -> None:
+    """Write the findings where asked, or print them as a table."""
+    from coverage_lab.cli import output
+
+    requests = len({record["request_id"] for outcome in report.outcomes for record in outcome.records})
+    head = {"title": report.title, "model": described, "requests": requests, "replay": report.lines}
+    if output.write_records([asdict(finding) for finding in report.findings], json, csv, head):
+        return
+    rows = [
+        [
+            finding.what,
+            finding.paper if isinstance(finding.paper, str) else _text(finding.paper, finding.unit),
+            _text(finding.ours, finding.unit),
+            _interval(finding),
+            finding.note,
+        ]
+        for finding in report.findings
+    ]
+    title = f"{report.title}: {described}, {requests} requests"
+    output.print_table(output.console(), title, ["", "paper", "ours", "95% interval", "note"], rows, ["note"])
+
+
+def _text(value: float | None, unit: str) -> str:
+    from coverage_lab.cli import output
+
+    if value is None:
+        return "-"
+    forms = {"share": output.percent, "nats": lambda v: f"{v:.2g}", "log": lambda v: f"{v:+.1f}"}
+    return forms.get(unit, lambda v: f"{v:.2f}")(value)
+
+
+def _interval(finding: Finding) -> str:
+    if finding.low != finding.low:  # NaN
+        return "-"
+    return f"{_text(finding.low, finding.unit)}..{_text(finding.high, finding.unit)}"

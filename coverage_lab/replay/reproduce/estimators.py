@@ -1,0 +1,151 @@
+"""Estimators side by side, and where those from the mean fail (paper, appendix A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coverage_lab.bootstrap import ratio_interval
+from coverage_lab.collectors.attention import AttentionCall, fresh_cache, observed_attention
+from coverage_lab.collectors.models import LoadedModel
+from coverage_lab.collectors.recorder import RequestRecorder
+from coverage_lab.kernels.estimate.reference import page_logits
+from coverage_lab.policies.estimators import estimators
+from coverage_lab.policies.policy import parse_policy
+from coverage_lab.replay.explain import explain
+from coverage_lab.replay.explain import summarize as summarize_heads
+from coverage_lab.replay.report import replay, summarize
+from coverage_lab.replay.reproduce import Finding, Report, Settings, reads_and_divergence
+from coverage_lab.replay.requests import over_requests
+from coverage_lab.trace import Trace
+
+# Reads and KL on Llama-3.1-8B, 60 LongBench requests.
+PAPER: dict[str, tuple[float | None, float | None]] = {
+    "exact/coverage:0.95": (0.239, 0.00348),
+    "int4/coverage:0.95": (0.241, 0.00343),
+    "mvar/coverage:0.98": (0.371, 0.00441),
+    "mvar/coverage:0.995": (0.617, 0.00095),
+    "mean/coverage:0.98": (None, None),
+}
+# Log of estimated over exact mass of pages with outlying keys.
+PAPER_ERRORS = {"mean": "-7 to -5", "mvar": "-3"}
+# A page has an outlying key if one key holds half of its mass; it counts if it holds so much of the head's.
+DOMINANT, NOTABLE = 0.5, 0.01
+# The heads are taken apart on few requests: each takes a run a head.
+REQUESTS_APART = 4
+
+
+def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
+    """Replay the estimators, take the mean apart by KV head, and look at pages with outlying keys."""
+    policies = [parse_policy(text) for text in PAPER]
+    outcome = replay(trace, loaded, policies, backend=settings.backend, **settings.part("estimators"))
+    lines = summarize(outcome.records, settings.seed)
+    findings = reads_and_divergence(lines, PAPER)
+
+    part = settings.part("mean_by_head")
+    part["limit"] = min(REQUESTS_APART, settings.limit or REQUESTS_APART)
+    apart = explain(trace, loaded, parse_policy("mean/coverage:0.98"), **part)
+    heads = [line for line in summarize_heads(apart.records, settings.seed) if line["what"] == "heads"]
+    if heads:
+        worst = heads[0]
+        findings.append(
+            Finding(
+                "mean/coverage:0.98: KL of the worst KV head over the sum of all",
+                worst["share"],
+                "almost all",
+                unit="share",
+                note=f"layer {worst['layer']}, KV head {worst['kv_head']}, each alone, "
+                f"{worst['requests']} requests",
+            )
+        )
+    outlying = outlying_pages(trace, loaded, settings)
+    for name, paper in PAPER_ERRORS.items():
+        own = [record for record in outlying.records if record["estimator"] == name and record["pages"]]
+        if own:
+            pages = np.array([record["pages"] for record in own], float)
+            medians = np.array([record["median"] for record in own]) * pages
+            low, high = ratio_interval(medians, pages, settings.seed)
+            spread = " to ".join(
+                f"{np.average([record[q] for record in own], weights=pages):.1f}" for q in ("q25", "q75")
+            )
+            findings.append(
+                Finding(
+                    f"log of estimated over exact mass, pages with an outlying key: {name}",
+                    float(medians.sum() / pages.sum()),
+                    paper,
+                    low,
+                    high,
+                    unit="log",
+                    note=f"median; half of the pages {spread}; {int(pages.sum())} pages",
+                )
+            )
+    return Report("Estimators of the mass of a page", findings, [outcome, apart, outlying], lines)
+
+
+def outlying_pages(trace: Trace, loaded: LoadedModel, settings: Settings) -> Any:
+    """Return the outcome of a dense run: how estimates err on pages where one key holds half of the mass."""
+    names = tuple(PAPER_ERRORS)
+
+    def work(line: dict[str, Any], done: Callable[[], None]) -> list[dict[str, Any]]:
+        watch = OutlyingPages(trace.page_size, names)
+        model, ids = loaded.model, line["prompt_ids"]
+        cache = fresh_cache(model)
+        with torch.inference_mode(), observed_attention(model, watch):
+            for cached, fed in enumerate([ids, *([token] for token in line["decoded_ids"])], len(ids)):
+                watch.cached, watch.decoding = cached, len(fed) == 1 and cached > len(ids)
+                tokens = torch.tensor([fed], device=model.device)
+                model(tokens, use_cache=True, logits_to_keep=1, **cache)
+        done()
+        return [{"estimator": name, **figures} for name, figures in watch.figures().items()]
+
+    run = {"outlying_pages": list(names), "dominant": DOMINANT, "notable": NOTABLE}
+    return over_requests(trace, loaded, work, run=run, runs=1, **settings.part("outlying_pages"))
+
+
+class OutlyingPages:
+    """Sees a dense run, and notes how estimates err on estimated pages in which one key dominates.
+
+    Attributes
+    ----------
+    cached : int
+        Tokens in the cache after the call.
+    decoding : bool
+        Whether the call is a decode step.
+    """
+
+    def __init__(self, page_size: int, names: tuple[str, ...]) -> None:
+        self._names, self._page_size = names, page_size
+        self._recorder = RequestRecorder(page_size, {name: estimators.get(name)() for name in names})
+        self._errors: list[Tensor] = []
+        self.cached, self.decoding = 0, False
+
+    def __call__(self, call: AttentionCall) -> None:
+        if not self.decoding:
+            self._recorder.see(call, 0, self.cached, None)
+            return
+        masses = self._recorder.masses(call, 0, self.cached)
+        if call.window is not None or call.softcap is not None or masses.shape[-1] < 3:
+            return
+        keys = call.key[0, :, : self.cached].float()
+        query = call.query[0, :, 0].float().unflatten(0, (keys.shape[0], -1)) * call.scaling
+        largest = page_logits(query, keys, self._page_size).amax(-1)
+        exact = masses[0]
+        chosen = (largest - exact > np.log(DOMINANT)) & (exact.softmax(-1) >= NOTABLE)
+        # The sink and the current page are known exactly.
+        chosen[..., 0] = chosen[..., -1] = False
+        self._errors.append((masses[1:] - exact)[:, chosen].cpu())
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Return the pages noted, and the quartiles of the log error, by estimator."""
+        errors = (
+            torch.cat(self._errors, 1).double().numpy() if self._errors else np.empty((len(self._names), 0))
+        )
+        found = {}
+        for name, own in zip(self._names, errors, strict=True):
+            low, median, high = np.quantile(own, [0.25, 0.5, 0.75]) if len(own) else (None, None, None)
+            found[name] = {"pages": len(own), "q25": low, "median": median, "q75": high}
+        return found
