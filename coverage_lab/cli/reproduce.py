@@ -23,6 +23,7 @@ _TRACED = {
     "equal-reads": "The coverage rule against other budgets that read as much (5.5.2).",
     "granularity": "Lists for query heads, KV heads and layers at the same error (2.2, 5.5.3).",
     "gamma": "KL and reads over gamma (5.5.1, appendix A).",
+    "tpot": "Time per output token with CUDA graphs, on a GPU (5.5.4).",
 }
 
 
@@ -88,6 +89,8 @@ def write(report: Report, described: str, json: Path | None, csv: Path | None) -
 
     requests = len({record["request_id"] for outcome in report.outcomes for record in outcome.records})
     head = {"title": report.title, "model": described, "requests": requests, "replay": report.lines}
+    if report.machine:
+        head["machine"] = report.machine
     if output.write_records([asdict(finding) for finding in report.findings], json, csv, head):
         return
     rows = [
@@ -100,7 +103,7 @@ def write(report: Report, described: str, json: Path | None, csv: Path | None) -
         ]
         for finding in report.findings
     ]
-    title = f"{report.title}: {described}, {requests} requests"
+    title = f"{report.title}: {described}" + (f", {requests} requests" if report.outcomes else "")
     output.print_table(output.console(), title, ["", "paper", "ours", "95% interval", "note"], rows, ["note"])
 
 

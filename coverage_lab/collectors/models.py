@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -156,6 +157,16 @@ def load_model(name: str, dtype: str | None = None, device: str | None = None) -
         "attention": model.config._attn_implementation,
     }
     return LoadedModel(model, tokenizer, layers, skipped, identity)
+
+
+def random_llama(device: torch.device, shape: Mapping[str, Any]) -> PreTrainedModel:
+    """Return a Llama in bfloat16 with random weights, for times that do not depend on what a model says.
+
+    `shape` are fields of transformers' LlamaConfig; the weights are made on the device.
+    """
+    config, dtype = LlamaConfig(**shape), torch.bfloat16
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
 @torch.inference_mode()

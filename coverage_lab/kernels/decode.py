@@ -38,7 +38,7 @@ class Step:
     by_count : bool
         Whether the budget is a count of pages, not a coverage.
     budget : Tensor
-        `[1]` float64.
+        `[1]` float64, or `[rows]`: of all rows, or of each.
     summary : Tensor
         `[physical pages, KV heads, 2, D]`, of the cache's dtype.
     log_mass : Tensor
@@ -86,9 +86,9 @@ class DecodePath:
     query_heads : int
     gamma : float, optional
         Coverage of the rule, in (0, 1].
-    count : int, optional
-        Pages of every list (the fixed-count mode) in place of `gamma`; the sink and the current page are
-        always among them.
+    count : int or Tensor, optional
+        Pages of every list (the fixed-count mode) in place of `gamma`, or `[B, KV heads]` of each; the sink
+        and the current page are always among them.
     estimator : {"mvar", "mean", "quest"}
     scale : float, optional
         Softmax scale; `1 / sqrt(D)` by default.
@@ -114,7 +114,7 @@ class DecodePath:
         query_heads: int,
         *,
         gamma: float | None = None,
-        count: int | None = None,
+        count: int | Tensor | None = None,
         estimator: Kind = "mvar",
         scale: float | None = None,
     ) -> None:
@@ -122,7 +122,9 @@ class DecodePath:
             raise ValueError("gamma: give either gamma or count")
         if gamma is not None:
             check_gamma(gamma)
-        if count is not None and (type(count) is not int or count < 1):
+        if isinstance(count, Tensor):
+            check_counts(count, cache)
+        elif count is not None and (type(count) is not int or count < 1):
             raise ValueError(f"count: {count} is no whole number of pages from one on")
         if estimator not in ("mvar", "mean", "quest"):
             raise ValueError(f"estimator: {estimator!r} is not mvar, mean or quest")
@@ -142,7 +144,9 @@ class DecodePath:
             # Three blocks of Estimate fit on a multiprocessor, where two of Attend do.
             estimate_blocks=3 * self._attend.blocks // 2 if self._attend else 0,
             by_count=count is not None,
-            budget=torch.tensor([gamma if count is None else count], dtype=torch.float64, device=device),
+            budget=torch.as_tensor(gamma if count is None else count, dtype=torch.float64, device=device)
+            .reshape(-1)
+            .clone(),
             summary=torch.empty(
                 (cache.physical_pages, cache.kv_heads, 2, cache.head_dim),
                 dtype=cache.key.dtype,
@@ -258,3 +262,12 @@ def check_gamma(gamma: float) -> None:
     """Raise ValueError if this is no coverage."""
     if not isinstance(gamma, Real) or not 0 < gamma <= 1:
         raise ValueError(f"gamma: {gamma!r} is not a number in (0, 1]")
+
+
+def check_counts(counts: Tensor, cache: PagedCache) -> None:
+    """Raise ValueError if these are no page counts of the rows of a cache."""
+    rows = (cache.batch, cache.kv_heads)
+    if counts.shape != rows or counts.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"count: must hold integers {rows}, not {counts.dtype} {tuple(counts.shape)}")
+    if counts.min() < 1:
+        raise ValueError(f"count: {int(counts.min())} is no whole number of pages from one on")

@@ -99,6 +99,7 @@ def select(step: Step) -> None:
         step.pages,
         step.lists.counts,
         step.reads,
+        int(len(step.budget) > 1),
         table.stride(0),
         cache.kv_heads,
         step.log_mass.stride(0),

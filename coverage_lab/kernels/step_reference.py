@@ -73,8 +73,8 @@ def estimate(step: Step, query: Tensor) -> None:
 
 def select(step: Step) -> None:
     """Write the lists that the budget makes of the log masses."""
-    cache, budget = step.cache, float(step.budget)
-    gamma, count = (None, int(budget)) if step.by_count else (budget, None)
+    cache = step.cache
+    gamma, count = (None, step.budget.long()) if step.by_count else (float(step.budget), None)
     pages, counts = chosen(step.log_mass, cache, gamma, count)
     step.pages.copy_(pages.view_as(step.pages))
     packed = pack(cache, step.pages, counts.view_as(step.lists.counts))
@@ -85,9 +85,9 @@ def select(step: Step) -> None:
 
 
 def chosen(
-    log_mass: Tensor, cache: PagedCache, gamma: float | None, count: int | None
+    log_mass: Tensor, cache: PagedCache, gamma: float | None, count: int | Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what a coverage or else a count keeps, by sorting.
+    """Return what a coverage or else a count, of all rows or of each, keeps, by sorting.
 
     `[rows, pages]` int32 lists, sink first and current page last, and `[rows]` int32 counts.
     """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from coverage_lab.collectors.attention import observed_attention
-from coverage_lab.replay.kernel import KernelAttention
+from coverage_lab.replay.kernel import EveryPage, KernelAttention
 
 # Kernels are compiled and workspaces allocated before the capture.
 WARM_UPS = 2
@@ -24,7 +24,7 @@ class CapturedStep:
         With full attention in every layer.
     cache : dict
         The static cache as an argument of `model.forward`; it has room for a few tokens more.
-    kernels : KernelAttention, optional
+    kernels : KernelAttention or EveryPage, optional
         Stand in for the attention; without them it is the model's own.
     lengths : Tensor
         `[B]` int32: tokens in the cache.
@@ -36,7 +36,7 @@ class CapturedStep:
         self,
         model: Any,
         cache: dict[str, Any],
-        kernels: KernelAttention | None,
+        kernels: KernelAttention | EveryPage | None,
         lengths: Tensor,
         max_tokens: int,
     ) -> None:

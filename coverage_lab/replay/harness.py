@@ -38,7 +38,7 @@ from coverage_lab.replay.decoder import Decoder
 try:
     import lm_eval.models  # noqa: F401  # lm_eval looks for its own models only while it knows of none
     from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
+    from lm_eval.api.registry import model_registry, register_model
     from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
     raise CoverageLabError(
@@ -92,7 +92,7 @@ class CoverageLM(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str | LoadedModel,
+        pretrained: str | LoadedModel | None = None,
         policy: str | None = None,
         page_size: int = 64,
         backend: str | None = None,
@@ -111,9 +111,11 @@ class CoverageLM(TemplateLM):
                 f"unknown model argument {next(iter(others))!r}; known: {', '.join(_ARGUMENTS)}; "
                 "a comma within a policy is written as ;"
             )
+        if pretrained is None:
+            raise CoverageLabError("no model is named; try --model_args pretrained=smollm2")
         if batch_size not in (None, 1, "1"):
             _log.warning("requests are decoded one at a time; batch size %s is not used", batch_size)
-        chosen = Policy.parse(policy.replace(";", ",")) if policy else None
+        chosen = Policy.parse(str(policy).replace(";", ",")) if policy else None
         page_size, self.max_gen_toks = _whole("page_size", page_size), _whole("max_gen_toks", max_gen_toks)
         loaded = pretrained
         if not isinstance(loaded, LoadedModel):
@@ -239,6 +241,7 @@ class CoverageLM(TemplateLM):
             "pages_seen": self._pages,
             "decode_steps": self._steps,
             "contexts_cut": self._cut,
+            "model_device": str(self.device),
             "model_dtype": str(self.loaded.model.dtype),
             "model_revision": self.loaded.identity.get("revision"),
             "model_weights": self.loaded.identity.get("weights"),
@@ -251,9 +254,9 @@ class CoverageLM(TemplateLM):
         return {"policy": str(policy or "dense"), "page_size": page_size, "backend": backend}
 
     def _reads(self) -> float | None:
-        if not self._steps:
-            return None
-        return 1.0 if self.decoder.policy is None else self._kept / self._pages
+        if self.decoder.policy is None:
+            return 1.0 if self._steps else None
+        return self._kept / self._pages if self._pages else None
 
     def _tell(self) -> None:
         """Log what the policy read so far, and what a reader of the scores must know."""
@@ -372,5 +375,5 @@ if __name__ == "__main__":
     from coverage_lab.replay.harness import main
 
     main()
-else:
+elif NAME not in model_registry:  # an entry point is there already where lm_eval looks for them
     register_model(NAME)(CoverageLM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.kernels.cache import PagedCache, check_geometry
 from coverage_lab.kernels.decode import DecodePath
 from coverage_lab.kernels.device import backend
-from coverage_lab.kernels.lists import pack
+from coverage_lab.kernels.lists import PageLists, pack
 from coverage_lab.kernels.ragged import Attend
 from coverage_lab.policies.budgets.coverage import Coverage
 from coverage_lab.policies.budgets.fixed import Fixed
@@ -73,11 +75,21 @@ class KernelAttention:
         `[B]` int32 on the model's device: tokens in the cache, the new one included; the caller keeps it.
     static : bool
         Whether the cache's tensors stay where they are.
+    counts : mapping, optional
+        Pages of every row, `[B, KV heads]` integers by layer, in place of those of the policy's budget.
     """
 
-    def __init__(self, policy: Policy, page_size: int, lengths: Tensor, static: bool = True) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        page_size: int,
+        lengths: Tensor,
+        static: bool = True,
+        counts: Mapping[int, Tensor] | None = None,
+    ) -> None:
         self.policy, self.page_size, self.lengths = policy, policy.page_size or page_size, lengths
         self.selects = static and selects(policy)
+        self._counts = counts
         self._paths: dict[int, DecodePath] = {}
         self._attends: dict[tuple[object, ...], Attend] = {}
         self._before = torch.zeros(2, dtype=torch.int64, device=lengths.device)
@@ -128,8 +140,10 @@ class KernelAttention:
 
     def _path(self, call: AttentionCall) -> DecodePath:
         budget = self.policy.budget
-        limit: dict[str, float | int] = {}
-        if isinstance(budget, Coverage):
+        limit: dict[str, float | int | Tensor] = {}
+        if self._counts is not None:
+            limit["count"] = self._counts[call.layer]
+        elif isinstance(budget, Coverage):
             limit["gamma"] = budget.gamma
         elif isinstance(budget, Fixed):
             limit["count"] = int(budget.in_pages(self.page_size))
@@ -140,3 +154,36 @@ class KernelAttention:
             scale=call.scaling,
             **limit,  # type: ignore[arg-type]
         )
+
+
+class EveryPage:
+    """Dense attention on the kernels: every page of every row. It can be captured in a CUDA graph.
+
+    Parameters
+    ----------
+    page_size : int
+    lengths : Tensor
+        `[B]` int32 on the model's device: tokens in the cache, the new one included; the caller keeps it.
+    """
+
+    def __init__(self, page_size: int, lengths: Tensor) -> None:
+        self.page_size, self.lengths = page_size, lengths
+        self._first: int | None = None
+        self._attend: Attend | None = None
+        self._lists: PageLists | None = None
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """Return the attention of a decode call, `[B, 1, query heads, D]`."""
+        cache = PagedCache.contiguous(call.key, call.value, self.lengths, self.page_size)
+        if self._attend is None:
+            self._first = call.layer
+            self._attend = Attend(cache, call.query.shape[1], call.scaling)
+        if call.layer == self._first or self._lists is None:
+            # All layers of a step read the same pages.
+            pages = torch.arange(cache.max_pages, dtype=torch.int32, device=call.key.device)
+            counts = cache.pages_held.int()[:, None].expand(-1, cache.kv_heads)
+            self._lists = pack(cache, pages.expand(cache.batch, cache.kv_heads, -1), counts)
+        return self._attend(call.query[:, :, 0], cache, self._lists)[:, None]
+
+    def begin(self) -> None:
+        """Nothing is kept from one prompt to the next."""

@@ -310,6 +310,16 @@ class TestPath:
         path(case.query)
         check_lists(case, path, count=count)
 
+    def test_every_row_has_a_count_of_its_own(self, device: str):
+        case = make(lengths=(1, 17, 40, 333), device=device, seed=4)
+        rows = case.cache.batch, case.cache.kv_heads
+        counts = torch.arange(1, 1 + rows[0] * rows[1], device=device).view(rows) * 2
+        path = DecodePath(case.cache, case.query.shape[1], count=counts)
+        path.summarize()
+        path(case.query)
+        kept, seen = check_lists(case, path, count=counts.cpu())
+        assert path.reads.tolist() == [kept, seen]
+
     @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0, 20.0])
     @pytest.mark.parametrize("distinct", [2, 5, 0])
     def test_lists_of_any_masses(self, device: str, spread: float, distinct: int):
@@ -407,7 +417,9 @@ class TestPath:
         assert path._step.summary.isnan().flatten(1).all(1).sum() == len(path._step.summary) - 1
 
 
-def check_lists(case: Case, path: DecodePath, gamma: float = 0.0, count: int = 0) -> tuple[int, int]:
+def check_lists(
+    case: Case, path: DecodePath, gamma: float = 0.0, count: int | torch.Tensor = 0
+) -> tuple[int, int]:
     """Compare every list with the reference on the same log masses; return pages kept and seen."""
     kept = seen = 0
     masses = path.log_mass.cpu()
@@ -419,9 +431,10 @@ def check_lists(case: Case, path: DecodePath, gamma: float = 0.0, count: int = 0
         numbers = {"n_pages": n_pages, "first_page": 0, "position": length - 1, "layer": 0, "kv_head": head}
         rows = Rows(**{name: torch.tensor([value]) for name, value in numbers.items()}, page_size=16)
         ranking = rank(shares, rows)
+        own = int(count[request, head]) if isinstance(count, torch.Tensor) else count
         wanted = (
-            max(min(count, n_pages), int(ranking.n_forced))
-            if count
+            max(min(own, n_pages), int(ranking.n_forced))
+            if own
             else int(coverage_counts(ranking, torch.tensor([gamma], dtype=torch.float64)))
         )
         found = path.pages[request, head, : int(path.counts[request, head])].tolist()
@@ -556,6 +569,8 @@ class TestBadInput:
             ({"count": 0}, "count"),
             ({"count": 2.5}, "count"),
             ({"count": True}, "count"),
+            ({"count": torch.ones(3)}, "count"),
+            ({"count": torch.zeros(3, 2, dtype=torch.int32)}, "count"),
             ({"gamma": 0.9, "estimator": "mvra"}, "estimator"),
         ],
     )

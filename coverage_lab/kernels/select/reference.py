@@ -122,13 +122,16 @@ def coverage_counts(ranking: Ranking, gammas: Tensor) -> Tensor:
     return torch.where(gammas[None, :] >= 1, n_pages, counts.minimum(n_pages))
 
 
-def fixed_counts(ranking: Ranking, count: int) -> Tensor:
+def fixed_counts(ranking: Ranking, count: int | Tensor) -> Tensor:
     """Return how many ranked pages the fixed-count mode keeps, `[rows]` int64 (paper 3.5).
 
-    Exactly `count`, or all where there are fewer; the forced pages are always among them.
+    Exactly `count`, which may be `[rows]`, or all where there are fewer; the forced pages are always among
+    them.
     """
     n_pages = ranking.rows.n_pages
-    return n_pages.clamp(max=count).maximum(ranking.n_forced.minimum(n_pages))
+    return n_pages.minimum(torch.as_tensor(count, device=n_pages.device)).maximum(
+        ranking.n_forced.minimum(n_pages)
+    )
 
 
 def thresholds_of(width: int) -> int:

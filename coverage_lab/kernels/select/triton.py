@@ -19,6 +19,7 @@ def select_kernel(
     pages,
     counts,
     reads,
+    budget_row,
     table_row,
     kv_heads,
     mass_row,
@@ -36,7 +37,7 @@ def select_kernel(
     row = tl.program_id(0)
     request = row // kv_heads
     length = tl.maximum(tl.minimum(tl.load(lengths + request), max_tokens), 0)
-    asked = tl.load(budget)
+    asked = tl.load(budget + row * budget_row)
     n_pages = tl.cdiv(length, PAGE)
     place = tl.arange(0, WIDTH)
     valid = place < n_pages

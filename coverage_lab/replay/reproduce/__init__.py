@@ -77,12 +77,15 @@ class Report:
         Of the runs behind it.
     lines : list of dict
         The summary of the replay behind it, if any, as `replay` has it.
+    machine : dict
+        Where times were measured.
     """
 
     title: str
     findings: list[Finding]
     outcomes: list[Outcome] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
 
     def joined(self) -> Outcome:
         """Return the outcomes as one."""

@@ -34,7 +34,7 @@ PAPER_RATIO, PAPER_UNION, PAPER_OWN = 1.51, "78% to 87%", "33% to 41%"
 
 
 def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
-    """See what lists of query heads cost at the error of those of KV heads, and what a layer's union reads."""
+    """See what lists of query heads cost at the error of those of KV heads, and a layer's union reads."""
 
     def work(line: dict[str, Any], done: Callable[[], None]) -> list[dict[str, Any]]:
         selector = Granularities(trace.page_size, loaded.model.dtype)
