@@ -62,6 +62,8 @@ class Rows:
         `[rows]` int64; KV head -1 stands for a list that all KV heads of the layer share.
     page_size : int
         Tokens a page.
+    fewest : int, optional
+        Pages of the shortest row, where the host knows it: else it asks the device, and waits.
     """
 
     n_pages: Tensor
@@ -70,6 +72,7 @@ class Rows:
     layer: Tensor
     kv_head: Tensor
     page_size: int
+    fewest: int | None = None
 
     def __len__(self) -> int:
         return len(self.n_pages)

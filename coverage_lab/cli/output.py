@@ -55,7 +55,7 @@ def write_records(
 
     if json_path is not None:
         finite = [_finite(record) for record in records]
-        document = finite if head is None else {**head, "records": finite}
+        document = finite if head is None else {**_finite(head), "records": finite}
         _write(json_path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     if csv_path is not None:
         frame = pl.DataFrame([_finite(record) for record in records], infer_schema_length=None)
@@ -140,5 +140,10 @@ def _write(path: Path, text: str) -> None:
         raise CoverageLabError(f"can't write {path}: {error.strerror or error}") from None
 
 
-def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+def _finite(value: Any) -> Any:
+    """Return a JSON-ready value with None in place of numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -180,16 +180,19 @@ def same_reads(
 
 
 def matched(
-    trace: Trace, anchor: str | None = None, progress: Progress = lambda what, done, total: None
+    trace: Trace,
+    anchor: str | None = None,
+    names: Collection[str] | None = None,
+    progress: Progress = lambda what, done, total: None,
 ) -> PoliciesOf:
     """Return policies that read as much as an anchor, from the place of a request to what it is to run under.
 
-    The anchor comes first, then every other budget on its estimate; profiles are those of the other half of
-    the requests, as in `same_reads`.
+    The anchor comes first, then every other budget (or those of some names) on its estimate; profiles are
+    those of the other half of the requests, as in `same_reads`.
     """
     reference = _anchor(trace, anchor)
     pace = _Pace(trace, "same reads", 5, progress)
-    families, chosen, _ = _matched(trace, reference, [reference.estimator.name], 1.0, pace)
+    families, chosen, _ = _matched(trace, reference, [reference.estimator.name], 1.0, pace, names)
     others = [
         place
         for place, (family, level) in enumerate(zip(families, chosen, strict=True))
@@ -200,7 +203,12 @@ def matched(
 
 
 def _matched(
-    trace: Trace, reference: Policy, estimators_: Sequence[str], target: float, pace: _Pace
+    trace: Trace,
+    reference: Policy,
+    estimators_: Sequence[str],
+    target: float,
+    pace: _Pace,
+    names: Collection[str] | None = None,
 ) -> tuple[list[Family], np.ndarray, float]:
     """Return every budget on some estimates, the levels that read as much as `reference`, and these reads."""
     start = evaluate(trace, [reference], target, realised=False, progress=pace.step)
@@ -214,7 +222,7 @@ def _matched(
     families = [
         _with_dense_layers(family, reference.dense_layers)
         for family in _families(
-            trace, estimators_, lambda estimator, by: _scaled_family(estimator, by, fitted)
+            trace, estimators_, lambda estimator, by: _scaled_family(estimator, by, fitted), names
         )
     ]
     brackets = np.tile([0.0, 1.0], (len(families), 1))
@@ -320,15 +328,20 @@ By = Literal["layer", "kv_head"]
 
 
 def _families(
-    trace: Trace, estimators_: Sequence[str], profiled: Callable[[str, By], Family]
+    trace: Trace,
+    estimators_: Sequence[str],
+    profiled: Callable[[str, By], Family],
+    names: Collection[str] | None = None,
 ) -> list[Family]:
-    """Every registered budget on some estimators; profiles where both parts have requests."""
+    """Every registered budget, or those of some names, on some estimators; profiles if there are halves."""
     if not trace.estimators:
         trace.require(["share"])
     families = []
     for estimator in estimators_:
         for name in budgets.names():
             kind = budgets.get(name)
+            if names is not None and name not in names:
+                continue
             if kind is Profiled:
                 if len(trace.shards) >= FOLDS:
                     families += [profiled(estimator, by) for by in ("layer", "kv_head")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,7 +193,7 @@ class _View:
     def __init__(self, block: Block, page_size: int, group: int) -> None:
         self._block = block
         self.group = group
-        numbers = {
+        numbers: dict[str, Any] = {
             name: torch.from_numpy(block.columns[name])
             for name in ("n_pages", "first_page", "position", "layer", "kv_head")
         }

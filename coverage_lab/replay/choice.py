@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,8 @@ from coverage_lab.kernels.estimate.reference import group_shares
 from coverage_lab.pages import Rows, page_range
 from coverage_lab.policies.policy import Policy
 
-Rule = Callable[[Tensor, Tensor, Rows], Tensor]
+# Takes exact and estimated log masses `[KV heads, G, P]`, the rows and their layer; returns the pages kept.
+Rule = Callable[[Tensor, Tensor, Rows, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,7 @@ class Selector:
     summary_dtype : torch.dtype, optional
         Type that summaries are kept in; float32 by default.
     rule : callable, optional
-        Takes exact and estimated log masses, `[KV heads, G, P]` each, and the rows, and returns the pages
-        kept, in place of the policy's own budget.
+        Keeps pages in place of the policy's own budget; see `Rule`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Selector:
         rule: Rule | None = None,
     ) -> None:
         self.policy = policy
-        self._rule = rule or (lambda exact, estimate, rows: choose(policy, estimate, rows))
+        self._rule = rule or (lambda exact, estimate, rows, layer: choose(policy, estimate, rows, layer))
         self.page_size = policy.page_size or page_size
         estimator = policy.estimator
         estimates = {} if estimator.name == "exact" or not policy.budget.reads_shares else {"": estimator}
@@ -85,11 +86,11 @@ class Selector:
         exact, estimate = masses[0], masses[-1]
         pages = estimate.shape[-1] * estimate.shape[0]
         if self._candidates is None or call.layer in self.policy.dense_layers:
-            kept = self._rule(exact, estimate, rows)
+            kept = self._rule(exact, estimate, rows, call.layer)
             return Choice(kept, exact, estimate, rows, self._values(call, pages))
         allowed, values = self._candidates.heads(call, cached, self.page_size)
         estimate = estimate.masked_fill(~allowed, -torch.inf)
-        kept = self._rule(exact, estimate, rows) & allowed.any(1)
+        kept = self._rule(exact, estimate, rows, call.layer) & allowed.any(1)
         return Choice(kept, exact, estimate, rows, values + self._values(call, allowed.any(1).sum()))
 
     def heads(self, call: AttentionCall, cached: int, page_size: int) -> tuple[Tensor, int | Tensor]:
@@ -103,11 +104,12 @@ class Selector:
         if self.policy.granularity == "query_head" and call.layer not in self.policy.dense_layers:
             kept = by_query_head(self.policy, estimate, rows)
         else:
-            kept = choose(self.policy, estimate, rows)[:, None].expand_as(estimate)
+            kept = choose(self.policy, estimate, rows, call.layer)[:, None].expand_as(estimate)
         first, count = page_range(cached - 1, page_size, call.window)
         tokens = torch.arange(first * page_size, (first + count) * page_size, device=kept.device)
         # The window may begin within a page of one size and at the edge of one of the other.
-        place = (tokens // self.page_size - int(rows.first_page[0])).clamp(0, kept.shape[-1] - 1)
+        oldest, _ = page_range(cached - 1, self.page_size, call.window)
+        place = (tokens // self.page_size - oldest).clamp(0, kept.shape[-1] - 1)
         allowed = kept[..., place].unflatten(-1, (count, page_size)).any(-1)
         return allowed, self._values(call, estimate.shape[-1] * estimate.shape[0])
 
@@ -137,19 +139,30 @@ class Selector:
 def rows_of(call: AttentionCall, position: int, page_size: int) -> Rows:
     """Return the geometry of one step's rows, one a KV head; the query is at `position`."""
     first, n_pages = page_range(position, page_size, call.window)
-    heads = torch.arange(call.key.shape[1], device=call.key.device)
-    same = torch.ones_like(heads)
+    of = functools.partial(_constant, call.key.shape[1], call.key.device)
     return Rows(
-        n_pages=n_pages * same,
-        first_page=first * same,
-        position=position * same,
-        layer=call.layer * same,
-        kv_head=heads,
+        n_pages=of(n_pages),
+        first_page=of(first),
+        position=of(position),
+        layer=of(call.layer),
+        kv_head=_heads(call.key.shape[1], call.key.device),
         page_size=page_size,
+        fewest=n_pages,
     )
 
 
-def choose(policy: Policy, estimate: Tensor, rows: Rows) -> Tensor:
+# Rows of a step are alike, and made once: what is small costs as much as a launch on a GPU.
+@functools.lru_cache(maxsize=4096)
+def _constant(kv_heads: int, device: torch.device, value: int) -> Tensor:
+    return torch.full((kv_heads,), value, device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _heads(kv_heads: int, device: torch.device) -> Tensor:
+    return torch.arange(kv_heads, device=device)
+
+
+def choose(policy: Policy, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
     """Return the pages that a policy keeps in one step, `[KV heads, P]` bool.
 
     Parameters
@@ -159,8 +172,10 @@ def choose(policy: Policy, estimate: Tensor, rows: Rows) -> Tensor:
         `[KV heads, G, P]`: log masses of the policy's estimator.
     rows : Rows
         One row a KV head.
+    layer : int
+        That of the rows.
     """
-    if int(rows.layer[0]) in policy.dense_layers:
+    if layer in policy.dense_layers:
         return torch.ones(estimate.shape[0], estimate.shape[2], dtype=torch.bool, device=estimate.device)
     if policy.granularity == "query_head":
         return by_query_head(policy, estimate, rows).any(1)

@@ -193,6 +193,7 @@ class Decoder:
         Layers that stay dense are not counted where the kernels choose.
         """
         if self._attention is not None:
+            self._attention.end()
             counts = self._attention.tally.taken()
             return counts.get("kept", 0), counts.get("pages", 0)
         if self._kernels is not None:

@@ -125,22 +125,22 @@ def explain(
 def _variants(policy: Policy) -> dict[str, Rule]:
     """What is run for every request, and what it keeps."""
 
-    def own(exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
-        return choose(policy, estimate, rows)
+    def own(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
+        return choose(policy, estimate, rows, layer)
 
-    def nothing_dropped(exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
+    def nothing_dropped(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
         return _every_page(estimate)
 
-    def exact_ranking(exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
+    def exact_ranking(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
         ranking = policy.budget.rank(*shared(policy, exact, rows))
-        return take(ranking, choose(policy, estimate, rows).sum(1))
+        return take(ranking, choose(policy, estimate, rows, layer).sum(1))
 
-    def exact_counts(exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
+    def exact_counts(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
         ranking = policy.budget.rank(*shared(policy, estimate, rows))
-        return take(ranking, choose(policy, exact, rows).sum(1))
+        return take(ranking, choose(policy, exact, rows, layer).sum(1))
 
-    def exact_shares(exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
-        return choose(policy, exact, rows)
+    def exact_shares(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
+        return choose(policy, exact, rows, layer)
 
     found: dict[str, Rule] = {NOTHING_DROPPED: nothing_dropped, AS_IS: own}
     if policy.budget.reads_shares and policy.estimator.name != "exact":
@@ -152,13 +152,13 @@ def _variants(policy: Policy) -> dict[str, Rule]:
     return found
 
 
-def only(policy: Policy, layer: int, kv_head: int) -> Rule:
-    """Return the rule under which one KV head alone follows the policy."""
+def only(policy: Policy, wanted: int, kv_head: int) -> Rule:
+    """Return the rule under which one KV head alone, of layer `wanted`, follows the policy."""
 
-    def rule(exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
+    def rule(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
         kept = _every_page(estimate)
-        if int(rows.layer[0]) == layer:
-            kept[kv_head] = choose(policy, estimate, rows)[kv_head]
+        if layer == wanted:
+            kept[kv_head] = choose(policy, estimate, rows, layer)[kv_head]
         return kept
 
     return rule
@@ -167,9 +167,8 @@ def only(policy: Policy, layer: int, kv_head: int) -> Rule:
 def without(policy: Policy, heads: set[tuple[int, int]]) -> Rule:
     """Return the rule under which all but some (layer, KV head) follow the policy."""
 
-    def rule(exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
-        kept = choose(policy, estimate, rows)
-        layer = int(rows.layer[0])
+    def rule(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
+        kept = choose(policy, estimate, rows, layer)
         for kv_head in range(len(kept)):
             if (layer, kv_head) in heads:
                 kept[kv_head] = True
@@ -185,12 +184,12 @@ class Watch:
         self._policy = policy
         self._seen: dict[int, list[Tensor]] = {}
 
-    def __call__(self, exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
-        kept = choose(self._policy, estimate, rows)
+    def __call__(self, exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
+        kept = choose(self._policy, estimate, rows, layer)
         covered = group_shares(exact).where(kept, 0).sum(-1)
         error = log_error(exact, estimate, rows)
         notes = torch.stack([error, covered, kept.sum(-1).float(), rows.n_pages.float()])
-        self._seen.setdefault(int(rows.layer[0]), []).append(notes)
+        self._seen.setdefault(layer, []).append(notes)
         return kept
 
     def of(self, layer: int, kv_head: int) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class CoverageLM(TemplateLM):
             raise CoverageLabError(f"max_length {max_length} is more than the model's window of {window}")
         self.max_length = max_length or window
         self.decoder = Decoder(loaded, chosen, page_size, backend=backend)
-        self.loaded, self.tokenizer, self._device = loaded, loaded.tokenizer, loaded.model.device
+        self.loaded, self.tokenizer = loaded, loaded.tokenizer
         self._kept = self._pages = self._steps = self._uncounted = self._cut = 0
         _log.info("%s", ", ".join(f"{key}: {value}" for key, value in self._settings().items()))
 
@@ -190,7 +190,7 @@ class CoverageLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the greedy answers, each up to the first of its stop strings."""
         wanted = [(context, given, *self._limits(given)) for context, given in (r.args for r in requests)]
-        answers: list[str] = []
+        answers, before = list[str](), self._steps
         previous: Any = None
         for context, given, until, most in tqdm(
             wanted, desc="Running generate_until requests", disable=disable_tqdm
@@ -201,7 +201,7 @@ class CoverageLM(TemplateLM):
                 answers.append(self._answer(self.tok_encode(context), until, most))
             previous = context, until, most
             self.cache_hook.add_partial("generate_until", (context, given), answers[-1])
-        self._tell()
+        self._tell(before)
         return answers
 
     def _loglikelihood_tokens(
@@ -210,9 +210,8 @@ class CoverageLM(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        answers: list[tuple[float, bool]] = []
-        read: list[int] = []
-        stepped = False
+        answers, before = list[tuple[float, bool]](), self._steps
+        read, stepped = list[int](), False
         for texts, context, continuation in tqdm(
             requests, desc="Running loglikelihood requests", disable=disable_tqdm
         ):
@@ -226,14 +225,14 @@ class CoverageLM(TemplateLM):
             answers.append(self._score(first, continuation))
             stepped |= steps
             self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
-        self._tell()
+        self._tell(before)
         return answers
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm_eval adds to the `config` of its results, after the run.
 
         `reads` are the pages kept over the pages seen, summed over requests, layers, KV heads and decode
-        steps; None where no step was decoded.
+        steps; None where no step was decoded. Contexts and what estimates read besides are not in it.
         """
         return self._settings() | {
             "reads": self._reads(),
@@ -241,7 +240,7 @@ class CoverageLM(TemplateLM):
             "pages_seen": self._pages,
             "decode_steps": self._steps,
             "contexts_cut": self._cut,
-            "model_device": str(self.device),
+            "model_device": str(self.loaded.model.device),
             "model_dtype": str(self.loaded.model.dtype),
             "model_revision": self.loaded.identity.get("revision"),
             "model_weights": self.loaded.identity.get("weights"),
@@ -258,16 +257,13 @@ class CoverageLM(TemplateLM):
             return 1.0 if self._steps else None
         return self._kept / self._pages if self._pages else None
 
-    def _tell(self) -> None:
-        """Log what the policy read so far, and what a reader of the scores must know."""
+    def _tell(self, before: int) -> None:
+        """Log what was read so far, and what a reader of the scores must know; `before`: steps until now."""
         policy, reads = self.decoder.policy or "dense attention", self._reads()
         if reads is not None:
             _log.info("%s read %.1f%% of the pages in %d decode steps", policy, 100 * reads, self._steps)
-        elif self.decoder.policy is not None:
-            _log.warning(
-                "no step was decoded: continuations of one token come from dense logits; %s took no part",
-                policy,
-            )
+        if self.decoder.policy is not None and self._steps == before:
+            _log.warning("all answers are of one token, which dense logits give: %s took no part", policy)
         if self._cut:
             _log.warning("%d contexts were cut from the left to fit in %d tokens", self._cut, self.max_length)
 
@@ -287,19 +283,20 @@ class CoverageLM(TemplateLM):
             )
         return [text for text in options["until"] if text], most
 
-    def _fitted(self, context: list[int], fed: int) -> list[int]:
-        """Return the end of a context that leaves room for the tokens that are fed after it."""
+    def _fitted(self, context: list[int], after: int) -> list[int]:
+        """Return the end of a context that leaves room for so many tokens after it."""
         context = context or [self.prefix_token_id]
-        room = len(context) if self.max_length is None else self.max_length - fed
+        room = len(context) if self.max_length is None else self.max_length - after
         if room < 1:
             raise CoverageLabError(
-                f"a continuation of {fed + 1} tokens leaves no room for a context in {self.max_length} tokens"
+                f"a continuation of {after + 1} tokens leaves no room for a context: "
+                f"max_length is {self.max_length}"
             )
         self._cut += len(context) > room
         return context[-room:]
 
     def _answer(self, context: list[int], until: Sequence[str], most: int) -> str:
-        logits, ids, text = self.decoder.prefill([self._fitted(context, most - 1)]), list[int](), ""
+        logits, ids, text = self.decoder.prefill([self._fitted(context, most)]), list[int](), ""
         while (token := int(logits[0].argmax())) not in self._stop_ids:
             ids.append(token)
             # A stop string may begin within one token and end within another, and may be a special token.

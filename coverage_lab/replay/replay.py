@@ -193,7 +193,7 @@ class PreparedRequest:
         if chosen is not None:
             # What the choice read, it read in the dense run.
             counts["values"] = chosen.tally.taken()["values"]
-        realised = torch.stack(attention.tally.covered)
+        realised = torch.cat(attention.tally.covered)
         assert self._dense is not None, "decode_dense comes first"
         return _compared(logits, self._dense, self.decoded_ids, counts, realised, backend)
 
@@ -206,6 +206,7 @@ class PreparedRequest:
                 fed = torch.tensor([[token]], device=model.device)
                 output = model(fed, use_cache=True, logits_to_keep=1, **cache)
                 found.append(output.logits[0, -1].float())
+        attention.end()
         return torch.stack(found)
 
 
@@ -219,6 +220,11 @@ class Together:
         """Say that a forward call begins; see `SparseAttention.begin`."""
         for attention in self.attentions:
             attention.begin(cached, step)
+
+    def end(self) -> None:
+        """Count what the last forward call kept."""
+        for attention in self.attentions:
+            attention.end()
 
     def __call__(self, call: AttentionCall) -> Tensor | None:
         instead = None

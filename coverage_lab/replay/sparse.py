@@ -11,6 +11,7 @@ from torch import Tensor
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.kernels.estimate.reference import group_shares
 from coverage_lab.kernels.select.reference import oracle_counts
+from coverage_lab.pages import Rows, page_range
 from coverage_lab.replay.choice import Choice, Selector
 from coverage_lab.replay.kernel import KernelAttention
 
@@ -29,7 +30,7 @@ class Tally:
         `dense_values`: read besides keys and values, and read by dense attention; `rows` and `equal`: rows
         whose lists were chosen twice, and those that came out alike.
     covered : list of Tensor
-        Exact share of the kept pages, `[KV heads]` for every layer and step.
+        Exact share of the kept pages, `[layers, KV heads]` for every step and kind of layer.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Tally:
             self.counts[name] = self.counts.get(name, 0) + value
 
     def taken(self) -> dict[str, int]:
-        """Return the counts; this waits for the device."""
+        """Return the counts of the steps that have ended; this waits for the device."""
         return {name: int(value) for name, value in self.counts.items()}
 
 
@@ -82,11 +83,13 @@ class SparseAttention:
         self.given, self.kernels, self.check = lists, kernels, check
         self.lists: Lists = {}
         self.tally = Tally()
+        self._pending: list[tuple[Tensor, Choice]] = []
         self._cached = 0
         self._step: int | None = None
 
     def begin(self, cached: int, step: int | None) -> None:
         """Say that a forward call begins: tokens in the cache after it, and the step (None: the prompt)."""
+        self.end()
         self._cached, self._step = cached, step
         if self.kernels is not None and step is not None:
             self.kernels.lengths.fill_(cached)
@@ -106,8 +109,10 @@ class SparseAttention:
             return None
         if self.kernels is not None:
             return self.kernels.attend(call, choice.kept)
-        first, masses = int(choice.rows.first_page[0]), choice.estimate if policy.compensate else None
-        return attend_pages(call, choice.kept, first, self._cached - 1, self.selector.page_size, masses)
+        position, size = self._cached - 1, self.selector.page_size
+        first, _ = page_range(position, size, call.window)
+        masses = choice.estimate if policy.compensate else None
+        return attend_pages(call, choice.kept, first, position, size, masses)
 
     def _chosen(self, call: AttentionCall) -> tuple[Choice, Tensor | None]:
         """Return the choice, and the output where one call of the kernels gives both."""
@@ -130,17 +135,36 @@ class SparseAttention:
         return replace(choice, kept=kept), output
 
     def _count(self, call: AttentionCall, choice: Choice) -> None:
-        exact = group_shares(choice.exact)
-        gamma = torch.tensor([ORACLE_GAMMA], dtype=torch.float64, device=exact.device)
+        self._pending.append((group_shares(choice.exact), choice))
         pages = choice.kept.numel()
         self.tally.add(
-            kept=choice.kept.sum(),
             pages=pages,
-            oracle=oracle_counts(exact, choice.rows, gamma).sum(),
             values=choice.values,
             dense_values=pages * 2 * self.selector.page_size * call.key.shape[-1],
         )
-        self.tally.covered.append(exact.where(choice.kept, 0).sum(-1))
+
+    def end(self) -> None:
+        """Count what the calls since the last `begin` kept: all layers of a step at once."""
+        alike: dict[int, list[tuple[Tensor, Choice]]] = {}
+        for exact, choice in self._pending:
+            alike.setdefault(exact.shape[1], []).append((exact, choice))
+        for parts in alike.values():
+            exact = torch.cat([shares for shares, _ in parts])
+            kept = torch.cat([choice.kept for _, choice in parts])
+            first = parts[0][1].rows
+            rows = Rows(
+                **{
+                    name: torch.cat([getattr(choice.rows, name) for _, choice in parts])
+                    for name in ("n_pages", "first_page", "position", "layer", "kv_head")
+                },
+                page_size=first.page_size,
+                fewest=first.fewest,
+            )
+            gamma = torch.tensor([ORACLE_GAMMA], dtype=torch.float64, device=exact.device)
+            self.tally.add(kept=kept.sum(), oracle=oracle_counts(exact, rows, gamma).sum())
+            covered = exact.where(kept, 0).sum(-1)
+            self.tally.covered.append(covered.view(len(parts), -1))
+        self._pending.clear()
 
 
 def attend_pages(

@@ -294,7 +294,7 @@ class TestChoice:
     ROWS = rows_of(replace(call_of(3), layer=4), 9 * PAGE - 3, PAGE)
 
     def chosen(self, text: str) -> Tensor:
-        return choose(parse_policy(text), self.MASSES[1], self.ROWS)
+        return choose(parse_policy(text), self.MASSES[1], self.ROWS, 4)
 
     def test_a_list_for_every_kv_head(self):
         shares = self.MASSES[1].softmax(-1).mean(1)
@@ -318,7 +318,7 @@ class TestChoice:
 
     def test_dense_layers(self):
         policy: Policy = replace(parse_policy("mvar/fixed:2"), dense_layers=(4,))
-        assert choose(policy, self.MASSES[1], self.ROWS).all()
+        assert choose(policy, self.MASSES[1], self.ROWS, 4).all()
 
 
 @pytest.mark.parametrize("lists", ["live", "recorded"])

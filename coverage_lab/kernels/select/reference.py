@@ -78,7 +78,8 @@ def rank(shares: Tensor, rows: Rows, sink: int | None = 1, local: int = 1) -> Ra
     columns = torch.arange(width, device=shares.device)
     key = fixed_point(shares).mul_(-1 << _COLUMN_BITS).add_(columns)
     # From the sink to the shortest row's local pages all pages are on merit.
-    merit = range(min(sink or 0, width), max(sink or 0, int(rows.n_pages.min()) - local))
+    fewest = int(rows.n_pages.min()) if rows.fewest is None else rows.fewest
+    merit = range(min(sink or 0, width), max(sink or 0, fewest - local))
     for part in (range(merit.start), range(merit.stop, width)):
         keys = key[:, part.start : part.stop]
         if sink is not None:

@@ -15,6 +15,7 @@ from coverage_lab.replay.report import replay, summarize
 from coverage_lab.replay.reproduce import Finding, Report, Settings
 from coverage_lab.trace import Trace
 
+BUDGETS = ("fixed", "proportional", "profiled")
 ANCHORS = ("mvar/coverage:0.98", "exact/coverage:0.95")
 # KL of the anchor over that of the other, Llama-3.1-8B, 60 LongBench requests; lower on every one of them.
 PAPER = {("mvar/coverage:0.98", "mvar/proportional"): 0.37}
@@ -30,7 +31,7 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
     def matching(what: str, done: int, total: int) -> None:
         settings.progress(f"matching {what}", done, total)
 
-    families = {anchor: matched(trace, anchor, matching) for anchor in ANCHORS}
+    families = {anchor: matched(trace, anchor, BUDGETS, matching) for anchor in ANCHORS}
     outcome = replay(
         trace, loaded, _together(families), backend=settings.backend, **settings.part("equal_reads")
     )
@@ -43,7 +44,6 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
 
 
 def _together(families: dict[str, PoliciesOf]) -> PoliciesOf:
-    # A budget that reads no shares is the same for every estimate, but its size is not.
     return lambda place: [policy for policies_of in families.values() for policy in policies_of(place)]
 
 

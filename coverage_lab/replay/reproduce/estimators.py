@@ -35,8 +35,8 @@ PAPER: dict[str, tuple[float | None, float | None]] = {
 PAPER_ERRORS = {"mean": "-7 to -5", "mvar": "-3"}
 # A page has an outlying key if one key holds half of its mass; it counts if it holds so much of the head's.
 DOMINANT, NOTABLE = 0.5, 0.01
-# The heads are taken apart on few requests: each takes a run a head.
-REQUESTS_APART = 4
+# The heads are taken apart on few requests and steps: each takes a run a head.
+REQUESTS_APART, STEPS_APART = 4, 16
 
 
 def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
@@ -48,6 +48,7 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
 
     part = settings.part("mean_by_head")
     part["limit"] = min(REQUESTS_APART, settings.limit or REQUESTS_APART)
+    part["steps"] = min(STEPS_APART, settings.steps or STEPS_APART)
     apart = explain(trace, loaded, parse_policy("mean/coverage:0.98"), **part)
     heads = [line for line in summarize_heads(apart.records, settings.seed) if line["what"] == "heads"]
     if heads:

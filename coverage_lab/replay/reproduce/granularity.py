@@ -64,7 +64,7 @@ class Granularities(Selector):
     def _note(self, call: AttentionCall, cached: int, exact: Tensor, estimate: Tensor, rows: Rows) -> None:
         heads, group, pages = exact.shape
         dense, of_page = page_outputs(call, cached, exact, self.page_size)
-        own = choose(self.policy, estimate, rows)
+        own = choose(self.policy, estimate, rows, call.layer)
         self._add(("union", 0.0), own.any(0).sum() * heads, own.sum(), heads * pages)
         gammas = torch.tensor(GRID, dtype=torch.float64, device=exact.device)
         shares = exact.softmax(-1)
