@@ -41,9 +41,10 @@ try:
     from lm_eval.api.registry import model_registry, register_model
     from lm_eval.models.utils import normalize_gen_kwargs
 except ImportError as error:
-    raise CoverageLabError(
-        f"this needs lm_eval 0.4.10 or newer ({error}); pip install 'coverage-lab[eval]'"
-    ) from None
+    message = f"this needs lm_eval 0.4.10 or newer ({error}); pip install 'coverage-lab[eval]'"
+    if __name__ == "__main__":
+        sys.exit(f"error: {message}")
+    raise CoverageLabError(message) from None
 
 NAME = "coverage_lab"
 # What lm_eval's command line passes where none is named, whether there is a GPU or not.

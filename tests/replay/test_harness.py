@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -424,6 +425,8 @@ def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch):
     assert spec.loader is not None
     with pytest.raises(CoverageLabError, match=r"needs lm_eval .*; pip install 'coverage-lab\[eval\]'"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    with pytest.raises(SystemExit, match=r"error: this needs lm_eval"):
+        runpy.run_module("coverage_lab.replay.harness", run_name="__main__")
 
 
 def test_importing_the_package_loads_no_lm_eval():
@@ -508,6 +511,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # read when it was imported
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return write_tasks(tmp_path)
 
