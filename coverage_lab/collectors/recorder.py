@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from coverage_lab.collectors.attention import AttentionCall
+from coverage_lab.collectors.summaries import PageSummaries
 from coverage_lab.kernels.estimate.reference import page_logits
 from coverage_lab.pages import page_range
-from coverage_lab.policies.estimators import Estimator, Summary
+from coverage_lab.policies.estimators import Estimator
 
 
 class RequestRecorder:
@@ -28,8 +29,6 @@ class RequestRecorder:
         Padding tokens that stand before the request in its batch.
     tensor_steps : collection of int
         Steps whose q, k and v are kept as well.
-    summary_dtype : torch.dtype, optional
-        Round summaries to it, as a serving system would keep them; they stay float32 by default.
     """
 
     def __init__(
@@ -38,16 +37,14 @@ class RequestRecorder:
         estimators: Mapping[str, Estimator],
         padding: int = 0,
         tensor_steps: Collection[int] = (),
-        summary_dtype: torch.dtype | None = None,
     ) -> None:
         self.page_size = page_size
         self.estimators = dict(estimators)
         self.padding = padding
         self.tensor_steps = frozenset(tensor_steps)
-        self.summary_dtype = summary_dtype
         self.tensors: dict[str, Tensor] = {}
         self.bytes = 0
-        self._summaries: dict[int, dict[str, Summary]] = {}
+        self._summaries = [PageSummaries(estimator, page_size) for estimator in self.estimators.values()]
         self._masses: dict[int, list[Tensor]] = defaultdict(list)
 
     def see(self, call: AttentionCall, row: int, cached: int, step: int | None) -> None:
@@ -65,23 +62,14 @@ class RequestRecorder:
             Decode step, or None while the prompt is read.
         """
         keys, visible, oldest, tokens = self._visible(call, row, cached)
-        self._summarize(call.layer, keys, oldest, tokens)
+        for summaries in self._summaries:
+            summaries.extend(call.layer, keys, oldest)
         if step is not None:
             mass = self._log_mass(call, row, keys, oldest, tokens)
             self._masses[call.layer].append(mass)
             self.bytes += mass.numel() * mass.element_size()
             if step in self.tensor_steps:
                 self._keep_tensors(call, row, visible, step)
-
-    def masses(self, call: AttentionCall, row: int, cached: int, estimates: bool = True) -> Tensor:
-        """Return the log masses of a decode step, `[1 + estimators, KV heads, G, pages]`, and keep none.
-
-        Parameters are those of `see`; without `estimates` the exact mass stands alone.
-        """
-        keys, _, oldest, tokens = self._visible(call, row, cached)
-        if estimates:
-            self._summarize(call.layer, keys, oldest, tokens)
-        return self._log_mass(call, row, keys, oldest, tokens, estimates)
 
     def _visible(self, call: AttentionCall, row: int, cached: int) -> tuple[Tensor, slice, int, int]:
         """Return the request's keys, where they lie, the token of the first one, and how many there were."""
@@ -91,14 +79,6 @@ class RequestRecorder:
         keys = call.key[row, :, visible]
         tokens = cached - self.padding
         return keys, visible, tokens - keys.shape[-2], tokens
-
-    def fork(self) -> RequestRecorder:
-        """Return a recorder with the same summaries, which goes on by itself and has recorded nothing yet."""
-        twin = RequestRecorder(
-            self.page_size, self.estimators, self.padding, self.tensor_steps, self.summary_dtype
-        )
-        twin._summaries = {layer: dict(held) for layer, held in self._summaries.items()}
-        return twin
 
     def take(self) -> dict[int, list[Tensor]]:
         """Return and forget the log masses so far.
@@ -113,27 +93,7 @@ class RequestRecorder:
         self.bytes = 0
         return masses
 
-    def _summarize(self, layer: int, keys: Tensor, oldest: int, tokens: int) -> None:
-        """Summarise the pages that have filled since the last call."""
-        if not self.estimators:
-            return
-        held = self._summaries.setdefault(layer, {})
-        done = 0 if not held else next(iter(held.values())).n_pages
-        full = tokens // self.page_size
-        if full <= done:
-            return
-        start = done * self.page_size - oldest
-        filled = keys[:, start : full * self.page_size - oldest].float()
-        filled = filled.unflatten(1, (full - done, self.page_size))
-        for name, estimator in self.estimators.items():
-            new = estimator.summarize(filled)
-            if self.summary_dtype is not None:
-                new = new.rounded(self.summary_dtype)
-            held[name] = held[name].append(new) if name in held else new
-
-    def _log_mass(
-        self, call: AttentionCall, row: int, keys: Tensor, oldest: int, tokens: int, estimates: bool = True
-    ) -> Tensor:
+    def _log_mass(self, call: AttentionCall, row: int, keys: Tensor, oldest: int, tokens: int) -> Tensor:
         size = self.page_size
         position = tokens - 1
         first, n_pages = page_range(position, size, call.window)
@@ -149,11 +109,10 @@ class RequestRecorder:
         # Not an index of two places: that would wait for the device.
         ends = torch.stack([logits[..., 0, :], logits[..., -1, :]], -2)
         masses = [exact]
-        for name, estimator in self.estimators.items() if estimates else ():
-            pages = (
-                self._summaries[call.layer][name].pages(first, first + n_pages - 1) if n_pages > 1 else None
-            )
+        for summaries in self._summaries:
+            estimator = summaries.estimator
             known = estimator.pool(ends)
+            pages = summaries.pages(call.layer, first, first + n_pages - 1)
             if pages is None:
                 masses.append(known[..., -1:])
                 continue

@@ -124,7 +124,7 @@ class Decoder:
         self._cached, self._steps = length, 0
         if self.policy is not None and not self._fused:
             selector = Selector(self.policy, self.page_size, self.loaded.model.dtype)
-            self._attention = SparseAttention(selector, kernels=self._kernels)
+            self._attention = SparseAttention(selector, kernels=self.backend == "triton")
         return self._read(torch.tensor([list(prompt) for prompt in prompts]))
 
     def _read(self, prompts: Tensor) -> Tensor:
@@ -193,7 +193,6 @@ class Decoder:
         Layers that stay dense are not counted where the kernels choose.
         """
         if self._attention is not None:
-            self._attention.end()
             counts = self._attention.tally.taken()
             return counts.get("kept", 0), counts.get("pages", 0)
         if self._kernels is not None:
@@ -229,9 +228,8 @@ class Decoder:
         """Forget all that was made for a batch of another size."""
         self._batch, self._cache, self._captured = batch, {}, None
         self._lengths = torch.zeros(batch, dtype=torch.int32, device=self.loaded.model.device)
-        if self.policy is not None and self.backend == "triton":
-            static = self.max_tokens is not None
-            self._kernels = KernelAttention(self.policy, self.page_size, self._lengths, static)
+        if self.policy is not None and self._fused:
+            self._kernels = KernelAttention(self.policy, self.page_size, self._lengths)
 
     def _observed(self, step: int | None) -> Any:
         """Put the policy's attention in place of the model's own, for one forward call."""

@@ -94,7 +94,7 @@ def explain(
             }
             return {**names, **figures}
 
-        watch = Watch(policy)
+        watch = Watch(policy, loaded.layers[0].kv_heads)
         for name, rule in variants.items():
             records.append(run(watch if name == AS_IS else rule, what="variants", variant=name))
         if heads:
@@ -129,7 +129,7 @@ def _variants(policy: Policy) -> dict[str, Rule]:
         return choose(policy, estimate, rows, layer)
 
     def nothing_dropped(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
-        return _every_page(estimate)
+        return rows.valid(estimate.shape[-1])
 
     def exact_ranking(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
         ranking = policy.budget.rank(*shared(policy, exact, rows))
@@ -156,10 +156,10 @@ def only(policy: Policy, wanted: int, kv_head: int) -> Rule:
     """Return the rule under which one KV head alone, of layer `wanted`, follows the policy."""
 
     def rule(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
-        kept = _every_page(estimate)
-        if layer == wanted:
-            kept[kv_head] = choose(policy, estimate, rows, layer)[kv_head]
-        return kept
+        every = rows.valid(estimate.shape[-1])
+        if layer != wanted:
+            return every
+        return choose(policy, estimate, rows, layer).where((rows.kv_head == kv_head)[:, None], every)
 
     return rule
 
@@ -169,9 +169,9 @@ def without(policy: Policy, heads: set[tuple[int, int]]) -> Rule:
 
     def rule(exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
         kept = choose(policy, estimate, rows, layer)
-        for kv_head in range(len(kept)):
-            if (layer, kv_head) in heads:
-                kept[kv_head] = True
+        for spared, kv_head in heads:
+            if spared == layer:
+                kept |= rows.valid(kept.shape[1]) & (rows.kv_head == kv_head)[:, None]
         return kept
 
     return rule
@@ -180,8 +180,8 @@ def without(policy: Policy, heads: set[tuple[int, int]]) -> Rule:
 class Watch:
     """The policy's own rule, with notes on every row that it decides."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy, kv_heads: int) -> None:
+        self._policy, self._heads = policy, kv_heads
         self._seen: dict[int, list[Tensor]] = {}
 
     def __call__(self, exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
@@ -194,7 +194,8 @@ class Watch:
 
     def of(self, layer: int, kv_head: int) -> dict[str, Any]:
         """Return the notes on one KV head."""
-        error, covered, kept, pages = torch.stack(self._seen[layer])[:, :, kv_head].T
+        notes, heads = torch.cat(self._seen[layer], 1), self._heads
+        error, covered, kept, pages = notes.unflatten(1, (-1, heads))[:, :, kv_head]
         known = error.isfinite()
         return {
             "log_error": float(error[known].mean()) if known.any() else None,
@@ -206,19 +207,15 @@ class Watch:
 
 
 def log_error(exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
-    """Return the log of estimated over exact mass of the pages that are estimated, `[KV heads]`.
+    """Return the log of estimated over exact mass of the pages that are estimated, `[rows]`.
 
-    Masses `[KV heads, G, P]` are summed over pages, and the logs averaged over query heads; NaN where every
-    page is known exactly.
+    Masses `[rows, G, P]` are summed over pages, and the logs averaged over query heads; NaN where every page
+    is known exactly.
     """
-    inside = slice(1 if int(rows.first_page[0]) == 0 else 0, exact.shape[-1] - 1)
-    if inside.stop <= inside.start:
-        return exact.new_full(exact.shape[:1], torch.nan)
-    return (estimate[..., inside].logsumexp(-1) - exact[..., inside].logsumexp(-1)).mean(-1)
-
-
-def _every_page(estimate: Tensor) -> Tensor:
-    return torch.ones(estimate.shape[0], estimate.shape[2], dtype=torch.bool, device=estimate.device)
+    width = exact.shape[-1]
+    inside = (rows.valid(width) & ~rows.forced(width))[:, None]
+    found, wanted = (masses.masked_fill(~inside, -torch.inf).logsumexp(-1) for masses in (estimate, exact))
+    return (found - wanted).mean(-1)
 
 
 def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from coverage_lab.kernels.cache import PagedCache, check_geometry
 from coverage_lab.kernels.decode import DecodePath
 from coverage_lab.kernels.device import backend
 from coverage_lab.kernels.lists import PageLists, pack
-from coverage_lab.kernels.ragged import Attend
+from coverage_lab.kernels.ragged import Attend, attend
 from coverage_lab.policies.budgets.coverage import Coverage
 from coverage_lab.policies.budgets.fixed import Fixed
 from coverage_lab.policies.policy import Policy
@@ -60,21 +60,18 @@ def selects(policy: Policy | None) -> bool:
 
 
 class KernelAttention:
-    """Runs the decode calls of a model on the kernels; one token of each request is new.
+    """Chooses and attends on the kernels, with a static cache; one token of each request is new in a call.
 
-    Where Estimate and Select express the policy, and the cache is static, `self(call)` chooses and attends;
-    `attend` takes the pages of any selector. Calls can be captured in a CUDA graph.
+    Calls can be captured in a CUDA graph.
 
     Parameters
     ----------
     policy : Policy
-        One that `why_not` has nothing against.
+        One that Estimate and Select express.
     page_size : int
         Tokens a page, where the policy does not say.
     lengths : Tensor
         `[B]` int32 on the model's device: tokens in the cache, the new one included; the caller keeps it.
-    static : bool
-        Whether the cache's tensors stay where they are.
     counts : mapping, optional
         Pages of every row, `[B, KV heads]` integers by layer, in place of those of the policy's budget.
     """
@@ -84,14 +81,11 @@ class KernelAttention:
         policy: Policy,
         page_size: int,
         lengths: Tensor,
-        static: bool = True,
         counts: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.policy, self.page_size, self.lengths = policy, policy.page_size or page_size, lengths
-        self.selects = static and selects(policy)
-        self._counts = counts
+        self._counts = counts or {}
         self._paths: dict[int, DecodePath] = {}
-        self._attends: dict[tuple[object, ...], Attend] = {}
         self._before = torch.zeros(2, dtype=torch.int64, device=lengths.device)
 
     def __call__(self, call: AttentionCall) -> Tensor | None:
@@ -100,7 +94,9 @@ class KernelAttention:
             return None
         path = self._paths.get(call.layer)
         if path is None:
-            path = self._paths[call.layer] = self._path(call)
+            cache = PagedCache.contiguous(call.key, call.value, self.lengths, self.page_size)
+            counts = self._counts.get(call.layer)
+            path = self._paths[call.layer] = _path(call, cache, self.policy, counts)
             path.summarize()
         return path(call.query[:, :, 0])[:, None]
 
@@ -110,50 +106,70 @@ class KernelAttention:
             path.summarize()
         self._before += self.reads
 
-    def kept(self, layer: int, cached: int) -> Tensor:
-        """Return what the latest call of a layer kept of its first request, `[KV heads, P]` bool."""
-        path = self._paths[layer]
-        pages, counts = path.pages[0].long(), path.counts[0]
-        listed = torch.arange(pages.shape[1], device=pages.device) < counts[:, None]
-        kept = torch.zeros_like(listed)
-        kept.scatter_(1, pages.where(listed, pages[:, :1]), True)
-        return kept[:, : -(-cached // self.page_size)]
-
-    def attend(self, call: AttentionCall, kept: Tensor) -> Tensor:
-        """Return the attention of a decode call over pages `[KV heads, P]` bool, `[1, 1, query heads, D]`."""
-        cache = self._cache(call)
-        key = cache.rows, cache.head_dim, cache.key.dtype, call.query.shape[1], call.scaling
-        if key not in self._attends:
-            self._attends[key] = Attend(cache, call.query.shape[1], call.scaling)
-        # The kept pages come first, in their order.
-        pages = (~kept).int().sort(stable=True, dim=1).indices
-        lists = pack(cache, pages[None].int(), kept.sum(1, dtype=torch.int32)[None])
-        return self._attends[key](call.query[:, :, 0], cache, lists)[:, None]
-
     @property
     def reads(self) -> Tensor:
         """Pages kept and pages seen since the latest `begin`, `[2]` int64 on the device."""
         return sum((path.reads for path in self._paths.values()), -self._before)
 
-    def _cache(self, call: AttentionCall) -> PagedCache:
-        return PagedCache.contiguous(call.key, call.value, self.lengths, self.page_size)
 
-    def _path(self, call: AttentionCall) -> DecodePath:
-        budget = self.policy.budget
-        limit: dict[str, float | int | Tensor] = {}
-        if self._counts is not None:
-            limit["count"] = self._counts[call.layer]
-        elif isinstance(budget, Coverage):
-            limit["gamma"] = budget.gamma
-        elif isinstance(budget, Fixed):
-            limit["count"] = int(budget.in_pages(self.page_size))
-        return DecodePath(
-            self._cache(call),
-            call.query.shape[1],
-            estimator=self.policy.estimator.name,  # type: ignore[arg-type]
-            scale=call.scaling,
-            **limit,  # type: ignore[arg-type]
-        )
+def select_and_attend(
+    call: AttentionCall, policy: Policy, cached: int, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Choose and attend in some steps of one request, each as a request of its own.
+
+    Returns
+    -------
+    output : Tensor
+        `[1, T, query heads, D]`.
+    kept : Tensor
+        `[rows, P]` bool, a row a KV head in a step.
+    """
+    cache = _steps(call, cached, page_size)
+    path = _path(call, cache, policy)
+    path.summarize()
+    output = path(call.query[0].transpose(0, 1))
+    pages, counts = path.pages.flatten(0, 1).long(), path.counts.flatten()
+    listed = torch.arange(pages.shape[1], device=pages.device) < counts[:, None]
+    kept = torch.zeros_like(listed)
+    kept.scatter_(1, pages.where(listed, pages[:, :1]), True)
+    return output[None], kept[:, : -(-cached // page_size)]
+
+
+def attend_lists(call: AttentionCall, kept: Tensor, cached: int, page_size: int) -> Tensor:
+    """Return the attention over pages `[rows, P]` bool in some steps of one request, `[1, T, heads, D]`."""
+    cache = _steps(call, cached, page_size)
+    # The kept pages come first, in their order.
+    pages = (~kept).int().sort(stable=True, dim=1).indices
+    rows = cache.batch, cache.kv_heads
+    counts = kept.sum(1, dtype=torch.int32).view(rows)
+    query = call.query[0].transpose(0, 1)
+    return attend(query, cache, pages.int().view(*rows, -1), counts, call.scaling)[None]
+
+
+def _steps(call: AttentionCall, cached: int, page_size: int) -> PagedCache:
+    """Return the cache of one request as that of many, each with a token more than the one before."""
+    steps = call.query.shape[2]
+    lengths = torch.arange(cached - steps + 1, cached + 1, dtype=torch.int32, device=call.key.device)
+    keys, values = (tensor.expand(steps, -1, -1, -1) for tensor in (call.key, call.value))
+    return PagedCache.contiguous(keys, values, lengths, page_size)
+
+
+def _path(call: AttentionCall, cache: PagedCache, policy: Policy, counts: Tensor | None = None) -> DecodePath:
+    budget = policy.budget
+    limit: dict[str, float | int | Tensor] = {}
+    if counts is not None:
+        limit["count"] = counts
+    elif isinstance(budget, Coverage):
+        limit["gamma"] = budget.gamma
+    elif isinstance(budget, Fixed):
+        limit["count"] = int(budget.in_pages(cache.page_size))
+    return DecodePath(
+        cache,
+        call.query.shape[1],
+        estimator=policy.estimator.name,  # type: ignore[arg-type]
+        scale=call.scaling,
+        **limit,  # type: ignore[arg-type]
+    )
 
 
 class EveryPage:

@@ -10,16 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from coverage_lab.collectors.attention import AttentionCall, fresh_cache, observed_attention, refill
+from coverage_lab.collectors.attention import AttentionCall, fresh_cache, observed_attention
 from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.policies.policy import Policy
 from coverage_lab.replay.choice import Selector
 from coverage_lab.replay.decoder import Backend, backend_for
-from coverage_lab.replay.kernel import KernelAttention
 from coverage_lab.replay.sparse import SparseAttention
 
 ListsFrom = Literal["live", "recorded"]
+# Steps that go through a layer together.
+BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Replayed:
     counts : dict of str to int
         See `Tally`: pages kept and seen, those of C*(0.95), values read besides and by dense attention.
     realised : Tensor
-        `[layers * steps, KV heads]`: exact share of the kept pages, of the queries that the policy's own
-        run has.
+        `[layers * steps * KV heads]`, in no order: exact share of the kept pages, of the queries that the
+        policy's own run has.
     backend : {"reference", "triton"}
     """
 
@@ -178,17 +179,9 @@ class PreparedRequest:
         check: bool = False,
     ) -> Replayed:
         """Decode under a policy, with the lists of `chosen` if given, and compare with the dense run."""
-        model, kernels = self.loaded.model, None
-        if backend == "triton":
-            lengths = torch.zeros(1, dtype=torch.int32, device=model.device)
-            kernels = KernelAttention(selector.policy, selector.page_size, lengths)
-            cache = fresh_cache(model, self.cached + len(self.decoded_ids))
-            refill(cache, self._cache, self.cached)
-        else:
-            cache = copy.deepcopy(self._cache)
         lists = None if chosen is None else chosen.lists
-        attention = SparseAttention(selector, lists=lists, kernels=kernels, check=check)
-        logits = self._logits(cache, Together([attention]))
+        attention = SparseAttention(selector, lists=lists, kernels=backend == "triton", check=check)
+        logits = self._logits(copy.deepcopy(self._cache), Together([attention]))
         counts = attention.tally.taken()
         if chosen is not None:
             # What the choice read, it read in the dense run.
@@ -198,16 +191,14 @@ class PreparedRequest:
         return _compared(logits, self._dense, self.decoded_ids, counts, realised, backend)
 
     def _logits(self, cache: dict[str, Any], attention: Together) -> Tensor:
-        """Feed the tokens one by one and return the logits after each, `[steps, vocabulary]` float32."""
+        """Feed the tokens, some at a time; returns the logits after each, `[steps, vocabulary]` float32."""
         model, found = self.loaded.model, []
         with observed_attention(model, attention):
-            for step, token in enumerate(self.decoded_ids):
-                attention.begin(self.cached + step + 1, step)
-                fed = torch.tensor([[token]], device=model.device)
-                output = model(fed, use_cache=True, logits_to_keep=1, **cache)
-                found.append(output.logits[0, -1].float())
-        attention.end()
-        return torch.stack(found)
+            for start in range(0, len(self.decoded_ids), BLOCK):
+                fed = torch.tensor([self.decoded_ids[start : start + BLOCK]], device=model.device)
+                attention.begin(self.cached + start + fed.shape[1], start)
+                found.append(model(fed, use_cache=True, **cache).logits[0].float())
+        return torch.cat(found)
 
 
 class Together:
@@ -220,11 +211,6 @@ class Together:
         """Say that a forward call begins; see `SparseAttention.begin`."""
         for attention in self.attentions:
             attention.begin(cached, step)
-
-    def end(self) -> None:
-        """Count what the last forward call kept."""
-        for attention in self.attentions:
-            attention.end()
 
     def __call__(self, call: AttentionCall) -> Tensor | None:
         instead = None

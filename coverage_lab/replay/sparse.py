@@ -1,4 +1,4 @@
-"""Attention of a decode step over the pages that a policy keeps."""
+"""Attention of decode steps over the pages that a policy keeps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.kernels.estimate.reference import group_shares
 from coverage_lab.kernels.select.reference import oracle_counts
-from coverage_lab.pages import Rows, page_range
 from coverage_lab.replay.choice import Choice, Selector
-from coverage_lab.replay.kernel import KernelAttention
+from coverage_lab.replay.kernel import attend_lists, select_and_attend, selects
 
 Lists = dict[tuple[int, int], Tensor]
 # Coverage of the oracle set that reads are compared with.
@@ -30,7 +29,7 @@ class Tally:
         `dense_values`: read besides keys and values, and read by dense attention; `rows` and `equal`: rows
         whose lists were chosen twice, and those that came out alike.
     covered : list of Tensor
-        Exact share of the kept pages, `[layers, KV heads]` for every step and kind of layer.
+        Exact share of the kept pages, `[rows]` for every layer and block of steps.
     """
 
     def __init__(self) -> None:
@@ -43,12 +42,12 @@ class Tally:
             self.counts[name] = self.counts.get(name, 0) + value
 
     def taken(self) -> dict[str, int]:
-        """Return the counts of the steps that have ended; this waits for the device."""
+        """Return the counts; this waits for the device."""
         return {name: int(value) for name, value in self.counts.items()}
 
 
 class SparseAttention:
-    """Stands in for a model's attention while one request decodes.
+    """Stands in for a model's attention while one request decodes, some steps at a time.
 
     Parameters
     ----------
@@ -57,16 +56,16 @@ class SparseAttention:
         Whether to attend the chosen pages only; else the model's own attention stays, and the lists are
         those that its queries would have chosen.
     lists : mapping, optional
-        Masks `[KV heads, P]` by (layer, step) that are used as they are.
-    kernels : KernelAttention, optional
-        Runs the attention, and the choice where it can; plain torch by default.
+        Masks `[rows, P]` by layer and first step that are used as they are.
+    kernels : bool
+        Whether the kernels run the attention, and the choice where they can; plain torch by default.
     check : bool
         Whether to choose in plain torch too where the kernels do, and to count the rows that are alike.
 
     Attributes
     ----------
     lists : dict
-        The pages kept, by (layer, step).
+        The pages kept, by layer and first step.
     tally : Tally
     """
 
@@ -76,23 +75,19 @@ class SparseAttention:
         *,
         attend: bool = True,
         lists: Mapping[tuple[int, int], Tensor] | None = None,
-        kernels: KernelAttention | None = None,
+        kernels: bool = False,
         check: bool = False,
     ) -> None:
         self.selector, self.attend = selector, attend
         self.given, self.kernels, self.check = lists, kernels, check
         self.lists: Lists = {}
         self.tally = Tally()
-        self._pending: list[tuple[Tensor, Choice]] = []
         self._cached = 0
         self._step: int | None = None
 
     def begin(self, cached: int, step: int | None) -> None:
-        """Say that a forward call begins: tokens in the cache after it, and the step (None: the prompt)."""
-        self.end()
+        """Say that a forward call begins: tokens in the cache after it, and its first step (None: prompt)."""
         self._cached, self._step = cached, step
-        if self.kernels is not None and step is not None:
-            self.kernels.lengths.fill_(cached)
 
     def __call__(self, call: AttentionCall) -> Tensor | None:
         """Take one attention call; the output that stands in for the model's own, or None."""
@@ -102,17 +97,14 @@ class SparseAttention:
         choice, output = self._chosen(call)
         self.lists[call.layer, self._step] = choice.kept
         self._count(call, choice)
+        policy = self.selector.policy
         if not self.attend or output is not None:
             return output
-        policy = self.selector.policy
         if call.layer in policy.dense_layers:
             return None
-        if self.kernels is not None:
-            return self.kernels.attend(call, choice.kept)
-        position, size = self._cached - 1, self.selector.page_size
-        first, _ = page_range(position, size, call.window)
-        masses = choice.estimate if policy.compensate else None
-        return attend_pages(call, choice.kept, first, position, size, masses)
+        if self.kernels:
+            return attend_lists(call, choice.kept, self._cached, self.selector.page_size)
+        return choice.block.attend(choice.kept, choice.estimate if policy.compensate else None)
 
     def _chosen(self, call: AttentionCall) -> tuple[Choice, Tensor | None]:
         """Return the choice, and the output where one call of the kernels gives both."""
@@ -124,10 +116,9 @@ class SparseAttention:
             if policy.compensate:
                 return replace(selector.choose(call, cached), kept=kept), None
             return selector.measure(call, cached, kept), None
-        if self.kernels is None or not self.kernels.selects or call.layer in policy.dense_layers:
+        if not self.kernels or not selects(policy) or call.layer in policy.dense_layers:
             return selector.choose(call, cached), None
-        output = self.kernels(call)
-        kept = self.kernels.kept(call.layer, cached)
+        output, kept = select_and_attend(call, policy, cached, selector.page_size)
         if not self.check:
             return selector.measure(call, cached, kept), output
         choice = selector.choose(call, cached)
@@ -135,79 +126,14 @@ class SparseAttention:
         return replace(choice, kept=kept), output
 
     def _count(self, call: AttentionCall, choice: Choice) -> None:
-        self._pending.append((group_shares(choice.exact), choice))
-        pages = choice.kept.numel()
+        rows, exact = choice.block.geometry.rows, group_shares(choice.block.exact)
+        gamma = torch.tensor([ORACLE_GAMMA], dtype=torch.float64, device=exact.device)
+        pages = rows.n_pages.sum()
         self.tally.add(
+            kept=choice.kept.sum(),
             pages=pages,
+            oracle=oracle_counts(exact, rows, gamma).sum(),
             values=choice.values,
             dense_values=pages * 2 * self.selector.page_size * call.key.shape[-1],
         )
-
-    def end(self) -> None:
-        """Count what the calls since the last `begin` kept: all layers of a step at once."""
-        alike: dict[int, list[tuple[Tensor, Choice]]] = {}
-        for exact, choice in self._pending:
-            alike.setdefault(exact.shape[1], []).append((exact, choice))
-        for parts in alike.values():
-            exact = torch.cat([shares for shares, _ in parts])
-            kept = torch.cat([choice.kept for _, choice in parts])
-            first = parts[0][1].rows
-            rows = Rows(
-                **{
-                    name: torch.cat([getattr(choice.rows, name) for _, choice in parts])
-                    for name in ("n_pages", "first_page", "position", "layer", "kv_head")
-                },
-                page_size=first.page_size,
-                fewest=first.fewest,
-            )
-            gamma = torch.tensor([ORACLE_GAMMA], dtype=torch.float64, device=exact.device)
-            self.tally.add(kept=kept.sum(), oracle=oracle_counts(exact, rows, gamma).sum())
-            covered = exact.where(kept, 0).sum(-1)
-            self.tally.covered.append(covered.view(len(parts), -1))
-        self._pending.clear()
-
-
-def attend_pages(
-    call: AttentionCall,
-    kept: Tensor,
-    first_page: int,
-    position: int,
-    page_size: int,
-    estimate: Tensor | None = None,
-) -> Tensor:
-    """Return the attention of a decode call over some pages, `[1, 1, query heads, D]`.
-
-    Parameters
-    ----------
-    call : AttentionCall
-        One request, one new token.
-    kept : Tensor
-        `[KV heads, P]` bool, pages from `first_page` on.
-    first_page, position : int
-        Number of the oldest page, and position of the query.
-    page_size : int
-    estimate : Tensor, optional
-        `[KV heads, G, P]`: log masses with which the other pages take part, at the mean of their values.
-    """
-    held = min(position + 1, call.key.shape[-2])
-    keys, values = call.key[0, :, :held].float(), call.value[0, :, :held].float()
-    places = torch.arange(position + 1 - held, position + 1, device=keys.device)
-    seen = places >= (0 if call.window is None else position - call.window + 1)
-    page = (places // page_size - first_page).clamp(min=0)
-    visible = kept[:, page] & seen
-    query = call.query[0, :, 0].float().unflatten(0, (keys.shape[0], -1)) * call.scaling
-    logits = query @ keys.transpose(-1, -2)
-    if call.softcap is not None:
-        logits = call.softcap * torch.tanh(logits / call.softcap)
-    logits = logits.masked_fill(~visible[:, None], -torch.inf)
-    if estimate is not None:
-        of_page = torch.nn.functional.one_hot(page, kept.shape[1]).where(seen[:, None], 0).float()
-        means = (of_page / of_page.sum(0).clamp(min=1)).T @ values
-        logits = torch.cat([logits, estimate.masked_fill(kept[:, None], -torch.inf)], -1)
-        values = torch.cat([values, means], 1)
-    if call.sinks is not None:
-        sinks = call.sinks.float().view(*logits.shape[:2], 1)
-        weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
-    else:
-        weights = logits.softmax(-1)
-    return (weights @ values).flatten(0, 1)[None, None].to(call.value.dtype)
+        self.tally.covered.append(exact.where(choice.kept, 0).sum(-1))

@@ -21,13 +21,16 @@ from transformers import (
 
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.models import LoadedModel, probe
+from coverage_lab.collectors.recorder import RequestRecorder
+from coverage_lab.collectors.summaries import PageSummaries
 from coverage_lab.errors import CoverageLabError
+from coverage_lab.policies.estimators import estimators
 from coverage_lab.policies.policy import Policy, parse_policy
-from coverage_lab.replay.choice import Selector, choose, rows_of
+from coverage_lab.replay.block import Block, geometry
+from coverage_lab.replay.choice import Selector, choose
 from coverage_lab.replay.replay import Replayed, replay_request
 from coverage_lab.replay.report import replay, summarize
 from coverage_lab.replay.requests import is_degenerate
-from coverage_lab.replay.sparse import attend_pages
 
 PAGE = 8
 WINDOW = 22  # begins within a page
@@ -67,6 +70,25 @@ def models() -> dict[str, LoadedModel]:
     return found
 
 
+def call_of(position: int, window: int | None = None, sinks: bool = False, softcap: float | None = None):
+    generator = torch.Generator().manual_seed(position)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return AttentionCall(
+        layer=0,
+        query=normal(1, 6, 1, 16),
+        key=normal(1, 2, position + 1, 16),
+        value=normal(1, 2, position + 1, 16),
+        scaling=0.3,
+        window=window,
+        softcap=softcap,
+        sinks=normal(6) if sinks else None,
+        compute=lambda: (torch.empty(1, 1, 6, 16),),
+    )
+
+
 def replayed(loaded: LoadedModel, *policies: str, lists: Any = "live", **options: Any) -> list[Any]:
     parsed = [parse_policy(text) for text in policies]
     return replay_request(loaded, PROMPT, DECODED, parsed, PAGE, lists, **options)
@@ -81,6 +103,68 @@ def test_every_page_kept_is_the_dense_model(models: dict[str, LoadedModel], fami
     assert found.agree.all()
     assert found.counts["kept"] == found.counts["pages"]
     assert torch.allclose(found.realised, torch.ones(()), atol=1e-5)
+
+
+@pytest.mark.parametrize("lists", ["live", "recorded"])
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mvar/coverage:0.8",
+        "ffd/delta:2@query_head",
+        "exact/fixed:3@layer",
+        "mvar/coverage:0.5,compensate=mean",
+        "int4/coverage:0.8,page_size=1@query_head within quest/fixed:8,page_size=4@query_head",
+    ],
+)
+def test_steps_together_are_steps_one_by_one(
+    models: dict[str, LoadedModel], family: str, text: str, lists: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Causal attention lets all tokens that are known go through a layer together."""
+    found = []
+    for block in (64, 5, 1):
+        monkeypatch.setattr("coverage_lab.replay.replay.BLOCK", block)
+        (one,) = replayed(models[family], text, lists=lists)
+        found.append(one)
+    for other in found[1:]:
+        assert other.counts == found[0].counts
+        assert torch.allclose(other.kl, found[0].kl, rtol=1e-3, atol=1e-6)
+        assert torch.allclose(other.realised.sort().values, found[0].realised.sort().values, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["mvar", "ffd", "quest", "int2"])
+@pytest.mark.parametrize("options", [{}, {"window": WINDOW}, {"window": WINDOW, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("steps", [1, 12])
+def test_masses_are_those_that_a_recording_has(estimator: str, options: dict[str, Any], steps: int):
+    call, size, cached = call_of(45, **options), 4, 46
+    made = estimators.get(estimator)()
+    recorder = RequestRecorder(size, {estimator: made})
+    for step in range(46):
+        part = replace(
+            call,
+            query=call.query.roll(step, -1),
+            key=call.key[:, :, : step + 1],
+            value=call.value[:, :, : step + 1],
+        )
+        recorder.see(part, 0, step + 1, step)
+    recorded = recorder.take()[0][cached - steps :]
+    queries = torch.cat([call.query.roll(step, -1) for step in range(cached - steps, cached)], 2)
+    # A sliding window has forgotten what no step sees.
+    forgotten = 0 if call.window is None else cached - steps + 1 - call.window
+    together = replace(
+        call, query=queries, key=call.key[:, :, forgotten:], value=call.value[:, :, forgotten:]
+    )
+    summaries = PageSummaries(made, size)
+    for seen in (cached - steps, cached):
+        summaries.extend(0, call.key[0, :, :seen], 0)
+    block = Block(together, cached, size)
+    for found, place in ((block.exact, 0), (block.estimate(summaries), 1)):
+        for step, wanted in enumerate(recorded):
+            rows = found[2 * step : 2 * step + 2]
+            pages = wanted.shape[-1]
+            assert torch.allclose(rows[..., :pages], wanted[place], atol=1e-4)
+            assert (rows[..., pages:] == -torch.inf).all()
+    assert block.geometry.rows.n_pages[::2].tolist() == [wanted.shape[-1] for wanted in recorded]
 
 
 @pytest.mark.parametrize("lists", ["live", "recorded"])
@@ -125,25 +209,6 @@ def test_the_model_is_as_before(models: dict[str, LoadedModel]):
     replayed(models["llama"], "exact/fixed:2")
     assert model.config._attn_implementation == before
     assert torch.equal(model(ids).logits, logits)
-
-
-def call_of(position: int, window: int | None = None, sinks: bool = False, softcap: float | None = None):
-    generator = torch.Generator().manual_seed(position)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    return AttentionCall(
-        layer=0,
-        query=normal(1, 6, 1, 16),
-        key=normal(1, 2, position + 1, 16),
-        value=normal(1, 2, position + 1, 16),
-        scaling=0.3,
-        window=window,
-        softcap=softcap,
-        sinks=normal(6) if sinks else None,
-        compute=lambda: (torch.empty(1, 1, 6, 16),),
-    )
 
 
 PUBLISHED = {
@@ -197,8 +262,7 @@ class TestCandidates:
         selector = self.selector(text)
         for cached in (40, 46):
             short = replace(self.CALL, key=self.CALL.key[:, :, :cached], value=self.CALL.value[:, :, :cached])
-            if cached == 40:
-                selector.see(replace(short, query=short.query.expand(-1, -1, 40, -1)), 40)
+            selector.see(short, cached)
         return selector.choose(self.CALL, 46)
 
     def masses(self, page: int) -> Tensor:
@@ -262,7 +326,7 @@ def test_attention_over_pages(options: dict[str, Any], compensated: bool):
     kept = torch.rand(2, pages, generator=torch.Generator().manual_seed(1)) < 0.5
     kept[:, -1] = True
     masses = torch.randn(2, 3, pages, generator=torch.Generator().manual_seed(2)) + 2 if compensated else None
-    found = attend_pages(call, kept, first, position, PAGE, masses)
+    found = Block(call, position + 1, PAGE).attend(kept, masses)
     assert found.shape == (1, 1, 6, 16)
     for head in range(6):
         tokens = [
@@ -291,7 +355,7 @@ def test_attention_over_pages(options: dict[str, Any], compensated: bool):
 
 class TestChoice:
     MASSES = 2 * torch.randn(2, 2, 3, 9, generator=torch.Generator().manual_seed(0))
-    ROWS = rows_of(replace(call_of(3), layer=4), 9 * PAGE - 3, PAGE)
+    ROWS = geometry(9 * PAGE - 2, 1, None, PAGE, 4, 2, torch.device("cpu")).rows
 
     def chosen(self, text: str) -> Tensor:
         return choose(parse_policy(text), self.MASSES[1], self.ROWS, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor
 
 from coverage_lab.bootstrap import ratio_interval
-from coverage_lab.collectors.attention import AttentionCall, fresh_cache, observed_attention
+from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.models import LoadedModel
-from coverage_lab.collectors.recorder import RequestRecorder
-from coverage_lab.kernels.estimate.reference import page_logits
+from coverage_lab.collectors.summaries import PageSummaries
 from coverage_lab.policies.estimators import estimators
 from coverage_lab.policies.policy import parse_policy
+from coverage_lab.replay.choice import Choice, Selector
 from coverage_lab.replay.explain import explain
 from coverage_lab.replay.explain import summarize as summarize_heads
+from coverage_lab.replay.replay import PreparedRequest
 from coverage_lab.replay.report import replay, summarize
 from coverage_lab.replay.reproduce import Finding, Report, Settings, reads_and_divergence
 from coverage_lab.replay.requests import over_requests
@@ -93,13 +95,8 @@ def outlying_pages(trace: Trace, loaded: LoadedModel, settings: Settings) -> Any
 
     def work(line: dict[str, Any], done: Callable[[], None]) -> list[dict[str, Any]]:
         watch = OutlyingPages(trace.page_size, names)
-        model, ids = loaded.model, line["prompt_ids"]
-        cache = fresh_cache(model)
-        with torch.inference_mode(), observed_attention(model, watch):
-            for cached, fed in enumerate([ids, *([token] for token in line["decoded_ids"])], len(ids)):
-                watch.cached, watch.decoding = cached, len(fed) == 1 and cached > len(ids)
-                tokens = torch.tensor([fed], device=model.device)
-                model(tokens, use_cache=True, logits_to_keep=1, **cache)
+        request = PreparedRequest(loaded, line["prompt_ids"], line["decoded_ids"], [watch])
+        request.decode_dense(choose=True)
         done()
         return [{"estimator": name, **figures} for name, figures in watch.figures().items()]
 
@@ -107,46 +104,37 @@ def outlying_pages(trace: Trace, loaded: LoadedModel, settings: Settings) -> Any
     return over_requests(trace, loaded, work, run=run, runs=1, **settings.part("outlying_pages"))
 
 
-class OutlyingPages:
-    """Sees a dense run, and notes how estimates err on estimated pages in which one key dominates.
-
-    Attributes
-    ----------
-    cached : int
-        Tokens in the cache after the call.
-    decoding : bool
-        Whether the call is a decode step.
-    """
+class OutlyingPages(Selector):
+    """Notes, in a dense run, how estimates err on estimated pages in which one key dominates."""
 
     def __init__(self, page_size: int, names: tuple[str, ...]) -> None:
-        self._names, self._page_size = names, page_size
-        self._recorder = RequestRecorder(page_size, {name: estimators.get(name)() for name in names})
+        super().__init__(parse_policy("exact/coverage:1"), page_size)
+        self._all = {name: PageSummaries(estimators.get(name)(), page_size) for name in names}
         self._errors: list[Tensor] = []
-        self.cached, self.decoding = 0, False
 
-    def __call__(self, call: AttentionCall) -> None:
-        if not self.decoding:
-            self._recorder.see(call, 0, self.cached, None)
-            return
-        masses = self._recorder.masses(call, 0, self.cached)
-        if call.window is not None or call.softcap is not None or masses.shape[-1] < 3:
-            return
-        keys = call.key[0, :, : self.cached].float()
-        query = call.query[0, :, 0].float().unflatten(0, (keys.shape[0], -1)) * call.scaling
-        largest = page_logits(query, keys, self._page_size).amax(-1)
-        exact = masses[0]
-        chosen = (largest - exact > np.log(DOMINANT)) & (exact.softmax(-1) >= NOTABLE)
+    def see(self, call: AttentionCall, cached: int) -> None:
+        held = min(cached, call.key.shape[2])
+        for summaries in self._all.values():
+            summaries.extend(call.layer, call.key[0, :, :held], cached - held)
+
+    def choose(self, call: AttentionCall, cached: int) -> Choice:
+        choice = super().choose(call, cached)
+        block, rows = choice.block, choice.block.geometry.rows
+        exact, largest = block.exact, block.to_rows(block.logits.amax(-1))
+        chosen = (largest - exact > math.log(DOMINANT)) & (exact.softmax(-1) >= NOTABLE)
         # The sink and the current page are known exactly.
-        chosen[..., 0] = chosen[..., -1] = False
-        self._errors.append((masses[1:] - exact)[:, chosen].cpu())
+        chosen &= ~rows.forced(exact.shape[-1])[:, None]
+        estimates = [block.estimate(summaries) for summaries in self._all.values()]
+        self._errors.append(torch.stack([(estimate - exact)[chosen] for estimate in estimates]).cpu())
+        return choice
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return the pages noted, and the quartiles of the log error, by estimator."""
         errors = (
-            torch.cat(self._errors, 1).double().numpy() if self._errors else np.empty((len(self._names), 0))
+            torch.cat(self._errors, 1).double().numpy() if self._errors else np.empty((len(self._all), 0))
         )
         found = {}
-        for name, own in zip(self._names, errors, strict=True):
+        for name, own in zip(self._all, errors, strict=True):
             low, median, high = np.quantile(own, [0.25, 0.5, 0.75]) if len(own) else (None, None, None)
             found[name] = {"pages": len(own), "q25": low, "median": median, "q75": high}
         return found

@@ -20,7 +20,8 @@ from coverage_lab.kernels.estimate.reference import group_shares
 from coverage_lab.kernels.select.reference import coverage_counts, rank, take
 from coverage_lab.pages import Rows
 from coverage_lab.policies.policy import parse_policy
-from coverage_lab.replay.choice import Selector, choose
+from coverage_lab.replay.block import Block
+from coverage_lab.replay.choice import Choice, Selector
 from coverage_lab.replay.replay import PreparedRequest
 from coverage_lab.replay.reproduce import Finding, Report, Settings
 from coverage_lab.replay.requests import over_requests
@@ -49,69 +50,70 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
 
 
 class Granularities(Selector):
-    """Notes, at every step of a dense run, what lists of both kinds read and how far their output is off."""
+    """Notes, in a dense run, what lists of both kinds read and how far their output is off."""
 
     def __init__(self, page_size: int, summary_dtype: torch.dtype) -> None:
         super().__init__(parse_policy(SHARED), page_size, summary_dtype)
-        self._sums: dict[tuple[str, float], Tensor | float] = {}
+        self._sums: dict[tuple[str, float], Tensor] = {}
 
-    def choose(self, call: AttentionCall, cached: int) -> Any:
+    def choose(self, call: AttentionCall, cached: int) -> Choice:
         choice = super().choose(call, cached)
         if call.window is None and call.sinks is None:
-            self._note(call, cached, choice.exact, choice.estimate, choice.rows)
+            self._note(call, choice)
         return choice
 
-    def _note(self, call: AttentionCall, cached: int, exact: Tensor, estimate: Tensor, rows: Rows) -> None:
-        heads, group, pages = exact.shape
-        dense, of_page = page_outputs(call, cached, exact, self.page_size)
-        own = choose(self.policy, estimate, rows, call.layer)
-        self._add(("union", 0.0), own.any(0).sum() * heads, own.sum(), heads * pages)
-        gammas = torch.tensor(GRID, dtype=torch.float64, device=exact.device)
-        shares = exact.softmax(-1)
-        of_group = [_lists(group_shares(exact), rows, gammas)] * group
-        by_head = [_lists(shares[:, head], rows, gammas) for head in range(group)]
-        for kind, lists in (("kv_head", of_group), ("query_head", by_head)):
-            kept = torch.stack(lists, 2)  # [gammas, KV heads, G, P]
-            weights = shares.where(kept, 0)
-            output = (weights[..., None] * of_page).sum(-2) / weights.sum(-1, keepdim=True)
-            # Relative error of a row: all of its query heads together.
-            error = (output - dense).flatten(2).norm(dim=-1) / dense.flatten(1).norm(dim=-1)
+    def _note(self, call: AttentionCall, choice: Choice) -> None:
+        block, rows, exact = choice.block, choice.block.geometry.rows, choice.block.exact
+        heads, group = call.key.shape[1], exact.shape[1]
+        pages = rows.n_pages.sum()
+        union = choice.kept.unflatten(0, (-1, heads)).any(1).sum() * heads
+        self._add(("union", 0.0), union, choice.kept.sum(), pages)
+        shares, of_page = exact.softmax(-1), page_outputs(call, block)
+        dense = (shares[..., None] * of_page).sum(-2)
+        of_group = _Lists(group_shares(exact), rows)
+        by_head = [_Lists(shares[:, head], rows) for head in range(group)]
+        for kind, lists in (("kv_head", [of_group] * group), ("query_head", by_head)):
             for place, gamma in enumerate(GRID):
-                read = kept[place].any(1).sum()
-                self._add((kind, gamma), read, error[place].sum(), heads * pages)
+                kept = torch.stack([one.kept(place) for one in lists], 1)  # [rows, G, P]
+                weights = shares.where(kept, 0)
+                output = torch.einsum("rgp,rgpd->rgd", weights, of_page) / weights.sum(-1, keepdim=True)
+                # Relative error of a row: all of its query heads together.
+                error = (output - dense).flatten(1).norm(dim=-1) / dense.flatten(1).norm(dim=-1)
+                self._add((kind, gamma), kept.any(1).sum(), error.sum(), pages)
 
-    def _add(self, key: tuple[str, float], *values: Tensor | float) -> None:
-        parts = torch.stack([torch.as_tensor(value, dtype=torch.float64).cpu() for value in values])
-        self._sums[key] = self._sums.get(key, 0.0) + parts
+    def _add(self, key: tuple[str, float], *values: Tensor) -> None:
+        parts = torch.stack([value.double() for value in values])
+        self._sums[key] = self._sums[key] + parts if key in self._sums else parts
 
     def records(self) -> list[dict[str, Any]]:
         """Return sums over rows: pages read, error (for the union: pages of the own lists), pages seen."""
         return [
             {"kind": kind, "gamma": gamma, "kept": kept, "error": error, "pages": pages}
             for (kind, gamma), sums in self._sums.items()
-            for kept, error, pages in [torch.as_tensor(sums).tolist()]
+            for kept, error, pages in [sums.tolist()]
         ]
 
 
-def page_outputs(call: AttentionCall, cached: int, exact: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Return the dense output `[KV heads, G, D]`, and that of each page alone, `[KV heads, G, P, D]`."""
-    keys, values = call.key[0, :, :cached].float(), call.value[0, :, :cached].float()
-    query = call.query[0, :, 0].float().unflatten(0, (keys.shape[0], -1)) * call.scaling
-    logits = query @ keys.mT
-    if call.softcap is not None:
-        logits = call.softcap * torch.tanh(logits / call.softcap)
-    padding = -cached % page_size
-    logits = torch.nn.functional.pad(logits, (0, padding), value=-torch.inf).unflatten(-1, (-1, page_size))
-    values = torch.nn.functional.pad(values, (0, 0, 0, padding)).unflatten(1, (-1, page_size))
-    of_page = torch.einsum("hgps,hpsd->hgpd", logits.softmax(-1), values)
-    return (exact.softmax(-1)[..., None] * of_page).sum(-2), of_page
+def page_outputs(call: AttentionCall, block: Block) -> Tensor:
+    """Return the output of each page alone, `[rows, G, P, D]`; of layers with full attention."""
+    padding = (0, 0, 0, block.logits.shape[-2] * block.page_size - block.cached)
+    values = torch.nn.functional.pad(call.value[0, :, : block.cached].float(), padding)
+    weights = block.logits.softmax(-1).nan_to_num()  # a page that a step does not see has no weights
+    found = torch.einsum("hgtps,hpsd->hgtpd", weights, values.unflatten(1, (-1, block.page_size)))
+    return found.permute(2, 0, 1, 3, 4).flatten(0, 1)
 
 
-def _lists(shares: Tensor, rows: Rows, gammas: Tensor) -> Tensor:
-    """Return what the coverage rule keeps for each gamma, `[gammas, KV heads, P]` bool."""
-    ranking = rank(shares, rows)
-    counts = coverage_counts(ranking, gammas)
-    return torch.stack([take(ranking, counts[:, place]) for place in range(len(gammas))])
+class _Lists:
+    """What the coverage rule keeps for each gamma of the grid."""
+
+    def __init__(self, shares: Tensor, rows: Rows) -> None:
+        gammas = torch.tensor(GRID, dtype=torch.float64, device=shares.device)
+        self._ranking = rank(shares, rows)
+        self._counts = coverage_counts(self._ranking, gammas)
+
+    def kept(self, place: int) -> Tensor:
+        """`[rows, P]` bool, for one gamma."""
+        return take(self._ranking, self._counts[:, place])
 
 
 def _findings(records: Sequence[dict[str, Any]], seed: int) -> list[Finding]:
