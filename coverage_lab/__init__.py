@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from coverage_lab.policies.estimators import estimators
     from coverage_lab.policies.evaluate import evaluate
     from coverage_lab.policies.policy import Policy
+    from coverage_lab.replay.decoder import Decoder
+    from coverage_lab.replay.explain import explain
+    from coverage_lab.replay.requests import load_traced_model
     from coverage_lab.trace import Trace
 
 __version__ = "0.1.0"
@@ -27,6 +30,7 @@ __all__ = [
     "CollectOptions",
     "CoverageLabError",
     "DecodePath",
+    "Decoder",
     "PagedCache",
     "Policy",
     "Trace",
@@ -37,7 +41,9 @@ __all__ = [
     "compare",
     "estimators",
     "evaluate",
+    "explain",
     "load_model",
+    "load_traced_model",
     "variation",
 ]
 
@@ -46,6 +52,7 @@ _LAZY = {
     "CollectOptions": ("coverage_lab.collectors.collect", "CollectOptions"),
     "CoverageLabError": ("coverage_lab.errors", "CoverageLabError"),
     "DecodePath": ("coverage_lab.kernels.decode", "DecodePath"),
+    "Decoder": ("coverage_lab.replay.decoder", "Decoder"),
     "PagedCache": ("coverage_lab.kernels.cache", "PagedCache"),
     "Policy": ("coverage_lab.policies.policy", "Policy"),
     "Trace": ("coverage_lab.trace", "Trace"),
@@ -55,7 +62,9 @@ _LAZY = {
     "compare": ("coverage_lab.policies.compare", "compare"),
     "estimators": ("coverage_lab.policies.estimators", "estimators"),
     "evaluate": ("coverage_lab.policies.evaluate", "evaluate"),
+    "explain": ("coverage_lab.replay.explain", "explain"),
     "load_model": ("coverage_lab.collectors.models", "load_model"),
+    "load_traced_model": ("coverage_lab.replay.requests", "load_traced_model"),
     "variation": ("coverage_lab.analyses.variation", "compute"),
 }
 

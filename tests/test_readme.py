@@ -36,7 +36,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_commands_exist(page: Path) -> None:
     """Every command and option that a page names is one that `--help` lists."""
     text = page.read_text(encoding="utf-8")
-    lines = re.findall(r"(?m)(?:^|`)coverage-lab ((?:bench )?[a-z-]+(?:\|[a-z|]+)?)([^`\n#]*)", text)
+    lines = re.findall(
+        r"(?m)(?:^|`)coverage-lab ((?:bench |reproduce )?[a-z-]+(?:\|[a-z|-]+)?)([^`\n#]*)", text
+    )
     assert lines
     for names, rest in lines:
         words, options = names.split(), re.findall(r"--[a-z-]+", rest)
@@ -54,6 +56,25 @@ def test_policies_parse() -> None:
     assert len(budgets) >= 6
     for text in budgets:
         parse_policy(f"exact/{text}")
+
+
+def test_methods_of_the_replay_page_parse() -> None:
+    table = (ROOT / "docs" / "replay.md").read_text().split("| method | policy |")[1].split("\n\n")[0]
+    texts = re.findall(r"`([a-z0-9]+/[^`]+)`", table)
+    assert len(texts) >= 8
+    for text in texts:
+        assert str(parse_policy(text)) == text
+
+
+def test_decoder_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    exec(next(block for block in blocks if "Decoder" in block), {})
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "replay.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert len(names["answer"]) == 8
+    assert 0 < names["kept"] <= names["pages"]
 
 
 def test_python_example_runs(synthetic_trace: Path) -> None:

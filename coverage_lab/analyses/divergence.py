@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -13,14 +14,18 @@ if TYPE_CHECKING:
 
 
 def to_frame(lines: Sequence[dict[str, Any]]) -> pl.DataFrame:
-    """Return the lines of a summary as a frame, with `estimator` and `budget` split off the policy."""
+    """Return the lines of a summary as a frame with `estimator` and `rule`, a policy without its number."""
     frame = pl.DataFrame(list(lines), infer_schema_length=None)
-    names = pl.col("policy").str.extract_groups(r"^(?<estimator>[^/]+)/(?<budget>[^:,@]+)")
-    return frame.with_columns(names.struct.field("estimator"), names.struct.field("budget"))
+    policy = pl.col("policy")
+    return frame.with_columns(
+        policy.str.extract(r"^([^/]+)/").alias("estimator"),
+        # The number is what moves along a curve; all other options make another curve.
+        policy.str.replace(r"^([^/]+/[a-z_]+):[-+.0-9einf]+", "$1").alias("rule"),
+    )
 
 
 def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
-    """Draw a curve for each estimator and budget: mean divergence and its 95% interval over reads.
+    """Draw a curve for each rule: mean divergence and its 95% interval over reads, a colour an estimator.
 
     Parameters
     ----------
@@ -38,22 +43,14 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     drawn = table.filter(pl.col("reads") < 1)
     control = table.filter(pl.col("reads") == 1)["kl_mean"].to_list()
     estimators = sorted(map(str, drawn["estimator"].unique()), key=lambda name: (name != "exact", name))
-    budgets = [str(name) for name in drawn["budget"].unique(maintain_order=True)]
     colours = dict(zip(estimators, seaborn.color_palette("colorblind", len(estimators)), strict=True))
     for estimator in estimators:
-        for style, budget in zip(("o-", "s--", "^:", "D-.", "v-", "P--"), budgets, strict=False):
-            part = drawn.filter(pl.col("estimator") == estimator, pl.col("budget") == budget).sort("reads")
-            if part.height:
-                low, high = part["ci_low"].fill_nan(None), part["ci_high"].fill_nan(None)
-                ax.vlines(part["reads"], low, high, color=colours[estimator], lw=1.5, alpha=0.6)
-                ax.plot(
-                    part["reads"],
-                    part["kl_mean"],
-                    style,
-                    color=colours[estimator],
-                    ms=5,
-                    label=f"{estimator}/{budget}",
-                )
+        rules = drawn.filter(pl.col("estimator") == estimator)["rule"].unique(maintain_order=True)
+        for style, rule in zip(cycle(("o-", "s--", "^:", "D-.", "v-", "P--")), rules):
+            part = drawn.filter(pl.col("rule") == rule).sort("reads")
+            low, high = part["ci_low"].fill_nan(None), part["ci_high"].fill_nan(None)
+            ax.vlines(part["reads"], low, high, color=colours[estimator], lw=1.5, alpha=0.6)
+            ax.plot(part["reads"], part["kl_mean"], style, color=colours[estimator], ms=5, label=rule)
     ax.set_yscale("log")
     ax.xaxis.set_major_formatter(PercentFormatter(1))
     ax.set(xlabel="pages read", ylabel="KL divergence from dense, nats")

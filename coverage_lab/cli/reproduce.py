@@ -88,7 +88,7 @@ def write(report: Report, described: str, json: Path | None, csv: Path | None) -
     from coverage_lab.cli import output
 
     requests = len({record["request_id"] for outcome in report.outcomes for record in outcome.records})
-    head = {"title": report.title, "model": described, "requests": requests, "replay": report.lines}
+    head = {"title": report.title, "model": described, "requests": requests, "lines": report.lines}
     if report.machine:
         head["machine"] = report.machine
     if output.write_records([asdict(finding) for finding in report.findings], json, csv, head):

@@ -593,13 +593,20 @@ def test_the_figure(tmp_path: Path):
         {"policy": "exact/coverage:1", "reads": 1.0, "kl_mean": 1e-9, **base},
         *({"policy": f"mvar/coverage:{g}", "reads": g / 2, "kl_mean": 1e-3 / g, **base} for g in (0.5, 0.9)),
         {"policy": "mvar/fixed:3", "reads": 0.3, "kl_mean": 5e-3, "ci_low": math.nan, "ci_high": math.nan},
+        {"policy": "mvar/coverage:0.9,page_size=16@layer", "reads": 0.3, "kl_mean": 5e-3, **base},
+        {"policy": "exact/coverage:9e-05", "reads": 0.1, "kl_mean": 5e-3, **base},
     ]
     drawn = divergence.figure(divergence.to_frame(lines))
     (ax,) = drawn.axes
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["mvar/coverage", "mvar/fixed"]
-    curve = ax.lines[0]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "exact/coverage",
+        "mvar/coverage",
+        "mvar/fixed",
+        "mvar/coverage,page_size=16@layer",
+    ]
+    curve = ax.lines[1]
     assert curve.get_xdata().tolist() == [0.25, 0.45]
     assert ax.get_yscale() == "log"
     assert "every page kept: 1e-09 nats" in ax.get_title()
-    assert sum(isinstance(child, LineCollection) for child in ax.collections) == 2
+    assert sum(isinstance(child, LineCollection) for child in ax.collections) == 4
     drawn.savefig(tmp_path / "f.png")

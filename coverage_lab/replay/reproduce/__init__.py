@@ -76,7 +76,7 @@ class Report:
     outcomes : list of Outcome
         Of the runs behind it.
     lines : list of dict
-        The summary of the replay behind it, if any, as `replay` has it.
+        What is behind the findings: the summary of a replay, or times.
     machine : dict
         Where times were measured.
     """

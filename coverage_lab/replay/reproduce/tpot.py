@@ -56,7 +56,7 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
     if reason:
         raise CoverageLabError(f"the kernels can't run {POLICY} here: {reason}")
     shares = kept_shares(trace)
-    findings = []
+    findings, lines = list[Finding](), list[dict[str, Any]]()
     room = STEPS + WARM_UPS
     longest = (loaded.max_tokens or 32768) - room
     lengths = [SHORTEST << power for power in range(20) if SHORTEST << power <= longest]
@@ -68,13 +68,15 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
         prompts = _prompts(trace, tokens)
         timed = _time(loaded.model, trace.page_size, BATCH, tokens, _read(loaded, prompts))
         findings += _findings(f"{name}, {tokens} tokens x {BATCH}", timed, None)
+        lines += _lines(name, tokens, BATCH, timed)
     model = random_llama(device, SHAPE_8B)
     for place, ((tokens, batch), paper) in enumerate(PAPER_8B.items()):
         settings.progress(f"8B shape, {tokens} tokens", place, len(PAPER_8B))
         counts = _counts_like(shares, batch, -(-tokens // trace.page_size), device, settings.seed)
         timed = _time(model, trace.page_size, batch, tokens, _random_keys(batch, tokens, device), counts)
         findings += _findings(f"8B shape, {tokens} tokens x {batch}", timed, paper)
-    return Report("Time per output token, ms", findings, machine=describe(device))
+        lines += _lines("8B shape", tokens, batch, timed)
+    return Report("Time per output token, ms", findings, lines=lines, machine=describe(device))
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,11 @@ def _findings(what: str, timed: dict[str, Timed], paper: tuple[float, float] | N
             for name in (SDPA, EVERY)
         ),
     ]
+
+
+def _lines(model: str, tokens: int, batch: int, timed: dict[str, Timed]) -> list[dict[str, Any]]:
+    shape = {"model": model, "tokens": tokens, "batch": batch}
+    return [{**shape, "arm": name, "ms": found.ms, "reads": found.reads} for name, found in timed.items()]
 
 
 def kept_shares(trace: Trace) -> list[np.ndarray]:
