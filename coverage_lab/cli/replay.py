@@ -114,6 +114,7 @@ def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
         "same\ntop-1": lambda line: output.percent(line["agreement"]),
         "perplexity": lambda line: output.number(line["perplexity"], 2),
         "mean\ncoverage": lambda line: output.number(line["coverage_mean"], 3),
+        "rows\n< 0.95": lambda line: output.percent(line["rows_below"]),
         "lists\nalike": lambda line: output.percent(line.get("equal_rows"), 2),
         "backend": lambda line: line["backend"],
     }
@@ -123,7 +124,7 @@ def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
     rows = [[text(line) for text in columns.values()] for line in found]
     screen = output.console()
     title += f": {found[0]['requests']} requests, {found[0]['steps']} steps"
-    droppable = ["backend", "meta-\ndata", "p99", "mean\ncoverage", "pages /\noracle"]
+    droppable = ["backend", "meta-\ndata", "p99", "rows\n< 0.95", "mean\ncoverage", "pages /\noracle"]
     output.print_table(screen, title, list(columns), rows, droppable)
     if not quiet:
         screen.print(

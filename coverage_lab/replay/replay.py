@@ -13,10 +13,11 @@ from torch import Tensor
 from coverage_lab.collectors.attention import AttentionCall, fresh_cache, observed_attention
 from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.errors import CoverageLabError
+from coverage_lab.policies.evaluate import TOLERANCE
 from coverage_lab.policies.policy import Policy
 from coverage_lab.replay.choice import Selector
 from coverage_lab.replay.decoder import Backend, backend_for
-from coverage_lab.replay.sparse import SparseAttention
+from coverage_lab.replay.sparse import ORACLE_GAMMA, SparseAttention
 
 ListsFrom = Literal["live", "recorded"]
 # Steps that go through a layer together.
@@ -65,6 +66,8 @@ class Replayed:
             "reads": counts["kept"] / counts["pages"],
             "reads_metadata": counts["values"] / counts["dense_values"],
             "coverage_mean": float(self.realised.mean()),
+            # A hair below is rounding of float32 sums.
+            "rows_below": float((self.realised < ORACLE_GAMMA - TOLERANCE).double().mean()),
             "backend": self.backend,
             **{f"{name}_rows": counts[key] for name, key in _CHECKED.items() if key in counts},
         }

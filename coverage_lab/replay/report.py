@@ -134,9 +134,10 @@ def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str
 
     `kl_mean`, `kl_p99` and `agreement` are over all steps; `reads` is the pages kept over those seen,
     `reads_metadata` what the choice read besides over what dense attention reads, `pages_over_oracle` the
-    pages kept over those of C*(0.95); `coverage_mean` is a mean over the rows of every step. `perplexity` is
-    that of the references, where they were fed. `vs_first` is the mean divergence less that of the first
-    policy after the control, with its paired interval, and `lower` the share of requests where it is lower.
+    pages kept over those of C*(0.95); `coverage_mean` is a mean over the rows of every step, and
+    `rows_below` the part of them that keeps less than 0.95. `perplexity` is that of the references, where
+    they were fed. `vs_first` is the mean divergence less that of the first policy after the control, with
+    its paired interval, and `lower` the share of requests where it is lower.
     """
     lines: list[dict[str, Any]] = []
     first: np.ndarray | None = None
@@ -172,6 +173,7 @@ def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str
             if np.isfinite(likely).any()
             else None,
             "coverage_mean": float(np.average(_column(own, "coverage_mean"), weights=steps)),
+            "rows_below": float(np.average(_column(own, "rows_below"), weights=steps)),
             "backend": own[0]["backend"],
         }
         if "checked_rows" in own[0]:

@@ -398,7 +398,13 @@ def test_reads_of_the_oracle_sets(models: dict[str, LoadedModel], lists: str):
 
 def test_lines_of_the_summary():
     base = {"steps": 10, "agreement": 1.0, "kept": 10, "pages": 100, "coverage_mean": 0.5, "kl": [0.1] * 10}
-    base |= {"oracle_pages": 5, "reads_metadata": 0.01, "nll_mean": None, "backend": "reference"}
+    base |= {
+        "oracle_pages": 5,
+        "reads_metadata": 0.01,
+        "nll_mean": None,
+        "backend": "reference",
+        "rows_below": 0.25,
+    }
     long = {"steps": 20, "kl": [0.4] * 20}
     records = [
         {"policy": "a", **base, "kl_mean": 0.1, "nll_mean": 1.0},
@@ -412,6 +418,7 @@ def test_lines_of_the_summary():
     # The first token of an answer is chosen by the prompt.
     assert first["perplexity"] == pytest.approx(math.exp((9 * 1 + 19 * 2) / 28))
     assert second["perplexity"] is None
+    assert second["rows_below"] == pytest.approx(0.25)
     assert first["kl_mean"] == pytest.approx((1 + 8) / 30)
     assert first["reads"] == pytest.approx(60 / 200)
     assert first["agreement"] == pytest.approx((10 + 14) / 30)
@@ -458,6 +465,8 @@ def test_numbers_of_a_request_are_json(models: dict[str, LoadedModel]):
     record = found.record()
     assert json.loads(json.dumps(record)) == record
     assert record["reads"] == record["kept"] / record["pages"]
+    assert record["rows_below"] == float((found.realised < 0.95).double().mean())
+    assert 0 < record["rows_below"] <= 1
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
