@@ -1,1 +1,61 @@
-"""Questions asked of a trace: `compute` returns a tidy frame, `plot` draws it."""
+"""Questions asked of a trace. A new one is a new file with a registered class.
+
+`compute` returns a tidy frame, `plot` draws it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from coverage_lab.registry import Registry
+
+if TYPE_CHECKING:
+    import polars as pl
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from coverage_lab.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """Base class of analyses; fields are options, of the command line too.
+
+    Attributes
+    ----------
+    title : str
+        The question, in a few words.
+    source : str
+        Where the paper asks it.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    source: ClassVar[str]
+
+    def compute(self, trace: Trace) -> pl.DataFrame:
+        """Return what was found, a line a finding.
+
+        Raises
+        ------
+        CoverageLabError
+            If the trace lacks a column, naming the option of `collect` that records it.
+        """
+        raise NotImplementedError
+
+    def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
+        """Draw the table of `compute`; on the current axes by default."""
+        raise NotImplementedError
+
+    def figure(self, table: pl.DataFrame) -> Figure:
+        """Draw the table in a figure of its own."""
+        import matplotlib.pyplot as plt
+
+        drawn, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+        self.plot(table, ax)
+        return drawn
+
+
+analyses: Registry[Analysis] = Registry("analysis", __name__)
+register = analyses.register

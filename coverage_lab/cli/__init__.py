@@ -11,6 +11,7 @@ import typer
 
 from coverage_lab import __version__
 from coverage_lab.cli import (
+    analyze,
     balance,
     bench,
     collect,
@@ -49,6 +50,7 @@ app.command("replay", context_settings={"allow_extra_args": True})(replay.replay
 app.command("explain")(explain.explain)
 app.command("fit-profile")(fit_profile.fit_profile)
 app.command("balance")(balance.balance)
+app.add_typer(analyze.app, name="analyze")
 app.add_typer(bench.app, name="bench")
 app.add_typer(reproduce.app, name="reproduce")
 
