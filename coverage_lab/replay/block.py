@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +53,6 @@ class Geometry:
     moves: bool
 
 
-# The layers of a block have the same geometry, and it is made once.
-@functools.lru_cache(maxsize=64)
 def geometry(
     cached: int,
     steps: int,
@@ -65,6 +63,16 @@ def geometry(
     device: torch.device,
 ) -> Geometry:
     """Return the geometry of the last `steps` tokens of `cached`, for one layer."""
+    found = _of_every_layer(cached, steps, window, page_size, kv_heads, device)
+    layers = torch.full_like(found.rows.layer, layer)
+    return replace(found, rows=replace(found.rows, layer=layers))
+
+
+# Layers with the same window differ in their number alone; the rest is made once.
+@functools.lru_cache(maxsize=8)
+def _of_every_layer(
+    cached: int, steps: int, window: int | None, page_size: int, kv_heads: int, device: torch.device
+) -> Geometry:
     positions = range(cached - steps, cached)
     ranges = [page_range(position, page_size, window) for position in positions]
     base = ranges[0][0]
@@ -81,7 +89,7 @@ def geometry(
         n_pages=counts.repeat_interleave(kv_heads),
         first_page=first.repeat_interleave(kv_heads),
         position=at[:, 0].repeat_interleave(kv_heads),
-        layer=torch.full((steps * kv_heads,), layer, device=device),
+        layer=torch.zeros(steps * kv_heads, dtype=torch.long, device=device),
         kv_head=torch.arange(kv_heads, device=device).repeat(steps),
         page_size=page_size,
         fewest=min(count for _, count in ranges),

@@ -171,6 +171,9 @@ class Decoder:
             with self._observed(self._steps):
                 output = self.loaded.model(fed, use_cache=True, logits_to_keep=1, **self._cache)
             logits = output.logits[:, -1]
+            if self._attention is not None:
+                # Over a long answer these would fill the memory.
+                self._attention.tally.covered.clear()
         self._steps += 1
         return logits
 

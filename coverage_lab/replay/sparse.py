@@ -65,7 +65,7 @@ class SparseAttention:
     Attributes
     ----------
     lists : dict
-        The pages kept, by layer and first step.
+        The pages chosen, by layer and first step, where they are not attended.
     tally : Tally
     """
 
@@ -95,7 +95,8 @@ class SparseAttention:
             self.selector.see(call, self._cached)
             return None
         choice, output = self._chosen(call)
-        self.lists[call.layer, self._step] = choice.kept
+        if not self.attend:
+            self.lists[call.layer, self._step] = choice.kept
         self._count(call, choice)
         policy = self.selector.policy
         if not self.attend or output is not None:
