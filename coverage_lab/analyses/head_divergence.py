@@ -54,7 +54,7 @@ def figure(table: pl.DataFrame) -> Figure:
     import matplotlib.pyplot as plt
 
     layers, heads = table["layer"].n_unique(), table["kv_head"].n_unique()
-    size = 0.28 * layers + 2.4, 0.28 * heads + 1.6
+    size = max(6.4, 0.28 * layers + 2.4), 0.28 * heads + 1.6
     drawn, ax = plt.subplots(figsize=size, layout="constrained")
     plot(table, ax)
     return drawn

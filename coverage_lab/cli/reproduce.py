@@ -112,7 +112,7 @@ def _text(value: float | None, unit: str) -> str:
 
     if value is None:
         return "-"
-    forms = {"share": output.percent, "nats": lambda v: f"{v:.2g}", "log": lambda v: f"{v:+.1f}"}
+    forms = {"share": output.percent, "nats": lambda v: f"{v:.3g}", "log": lambda v: f"{v:+.1f}"}
     return forms.get(unit, lambda v: f"{v:.2f}")(value)
 
 

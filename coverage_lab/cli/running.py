@@ -43,18 +43,19 @@ def running(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
 def finish(outcome: Outcome, quiet: bool) -> None:
     """Say which requests failed, or mean little, and exit with 1 if any failed."""
     console = Console(stderr=True)
-    for message in () if quiet else remarks(outcome):
+    failed = [f"{name} failed: {error}" for name, error in outcome.failed.items()]
+    for message in [*(() if quiet else remarks(outcome)), *failed]:
         console.print(message, highlight=False, markup=False, soft_wrap=True)
     if outcome.failed:
         raise typer.Exit(1)
 
 
 def remarks(outcome: Outcome) -> list[str]:
-    """Return what is to be said of requests that failed, or whose figures mean little."""
+    """Return what is to be said of requests whose figures mean little, or that have none."""
     found = []
     if outcome.degenerate:
         named = ", ".join(outcome.degenerate)
         found.append(f"the dense model says the same over and over in {named}: figures mean little there")
     if outcome.empty:
         found.append(f"requests without a decode step, left out: {outcome.empty}")
-    return found + [f"{name} failed: {error}" for name, error in outcome.failed.items()]
+    return found

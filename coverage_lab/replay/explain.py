@@ -61,17 +61,23 @@ def explain(
     -------
     Outcome
         Records have `what`, `heads` or `variants`. Of heads: `layer`, `kv_head`, `kl` (it alone follows the
-        policy), `log_error` (log of estimated over exact mass of the pages that are estimated, mean over
-        steps and query heads), `kept`, `pages`, `coverage_mean` and `coverage_low` (the lowest) of its rows.
-        Of variants: `variant`, `kl`, `kept`, `pages`, `coverage_mean`. All have `steps`.
+        policy), and of the run in which all heads follow: `log_error` (log of estimated over exact mass of
+        the pages that are estimated, mean over steps and query heads), `kept`, `pages`, `coverage_mean` and
+        `coverage_low` (the lowest) of its rows. Of variants: `variant`, `kl`, `kept`, `pages`,
+        `coverage_mean`. All have `steps`.
 
     Raises
     ------
     CoverageLabError
-        If the policy has lists for query heads, or the trace has no request with a decode step.
+        If the policy has lists for query heads or candidates of another, or the trace has no request with a
+        decode step.
     """
     if policy.granularity == "query_head":
         raise CoverageLabError(f"policy {policy}: query heads share what is read; leave out @query_head")
+    if policy.within is not None:
+        raise CoverageLabError(
+            f"policy {policy}: candidates are not taken apart; explain it without what stands after within"
+        )
     check_policy(policy, {layer.layer for layer in loaded.layers})
     rows = [(layer.layer, head) for layer in loaded.layers for head in range(layer.kv_heads)]
     variants = _variants(policy)

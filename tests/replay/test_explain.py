@@ -541,6 +541,7 @@ def test_requests_of_all_tasks_come_in_turn_and_steps_can_be_few(trace: Trace, l
 def test_what_can_not_be_taken_apart_is_refused(trace: Trace, loaded: LoadedModel):
     for text, message in (
         ("mvar/coverage:0.8@query_head", "query heads share what is read; leave out @query_head"),
+        ("mvar/coverage:0.8 within mean/fixed:4", "candidates are not taken apart"),
         ("mvar/coverage:0.8,dense_layers=0+7", "the model has no layer 7; it has 0 to 1"),
     ):
         with pytest.raises(CoverageLabError, match=message) as error:

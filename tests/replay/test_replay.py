@@ -619,3 +619,35 @@ def test_the_figure(tmp_path: Path):
     assert "every page kept: 1e-09 nats" in ax.get_title()
     assert sum(isinstance(child, LineCollection) for child in ax.collections) == 4
     drawn.savefig(tmp_path / "f.png")
+
+
+def test_failed_requests_are_named_even_when_quiet(capsys: pytest.CaptureFixture[str]):
+    import typer
+
+    from coverage_lab.cli.running import finish
+    from coverage_lab.replay.requests import Outcome
+
+    records = [{"request_id": "a", "degenerate": True}]
+    for quiet, lines in ((True, 1), (False, 3)):
+        with pytest.raises(typer.Exit) as stop:
+            finish(Outcome(records, {"b": "no memory"}, 2), quiet)
+        assert stop.value.exit_code == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == lines
+        assert said.endswith("b failed: no memory\n")
+    finish(Outcome(records, {}, 0), True)
+    assert capsys.readouterr().err == ""
+
+
+def test_comparisons_without_a_layer_or_a_request(
+    models: dict[str, LoadedModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    from coverage_lab.replay.reproduce import Settings, equal_reads, granularity
+    from coverage_lab.replay.requests import Outcome
+
+    with pytest.raises(CoverageLabError, match="layers with full attention"):
+        granularity.run(None, models["mistral"], Settings())  # type: ignore[arg-type]
+    monkeypatch.setattr(equal_reads, "matched", lambda *rest: lambda place: [])
+    monkeypatch.setattr(equal_reads, "replay", lambda *rest, **options: Outcome([], {"a": "no memory"}, 0))
+    report = equal_reads.run(None, models["llama"], Settings())  # type: ignore[arg-type]
+    assert (report.findings, report.joined().failed) == ([], {"a": "no memory"})

@@ -36,7 +36,7 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
         trace, loaded, _together(families), backend=settings.backend, **settings.part("equal_reads")
     )
     findings = []
-    for anchor, policies_of in families.items():
+    for anchor, policies_of in families.items() if outcome.records else ():
         for policy in policies_of(0)[1:]:
             findings += _against(outcome.records, anchor, str(policy), settings.seed)
     lines = summarize(outcome.records, settings.seed)
@@ -75,7 +75,7 @@ def _against(records: Sequence[dict[str, Any]], anchor: str, other: str, seed: i
             note=f"reads {reads[anchor]:.1%} and {reads[other]:.1%}",
         ),
         Finding(
-            "  lower on so many requests",
+            f"  lower than {family} on so many requests",
             float(np.mean(mine < theirs)),
             PAPER_LOWER.get(key),
             unit="share",

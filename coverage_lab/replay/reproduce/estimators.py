@@ -34,7 +34,7 @@ PAPER: dict[str, tuple[float | None, float | None]] = {
     "mean/coverage:0.98": (None, None),
 }
 # Log of estimated over exact mass of pages with outlying keys.
-PAPER_ERRORS = {"mean": "-7 to -5", "mvar": "-3"}
+PAPER_ERRORS = {"mean": "-7 to -5", "mvar": "about -3"}
 # A page has an outlying key if one key holds half of its mass; it counts if it holds so much of the head's.
 DOMINANT, NOTABLE = 0.5, 0.01
 # The heads are taken apart on few requests and steps: each takes a run a head.

@@ -16,6 +16,7 @@ from torch import Tensor
 from coverage_lab.bootstrap import interval, resample_weights
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.models import LoadedModel
+from coverage_lab.errors import CoverageLabError
 from coverage_lab.kernels.estimate.reference import group_shares
 from coverage_lab.kernels.select.reference import coverage_counts, rank, take
 from coverage_lab.pages import Rows
@@ -35,7 +36,14 @@ PAPER_RATIO, PAPER_UNION, PAPER_OWN = 1.51, "78% to 87%", "33% to 41%"
 
 
 def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
-    """See what lists of query heads cost at the error of those of KV heads, and a layer's union reads."""
+    """See what lists of query heads cost at the error of those of KV heads, and a layer's union reads.
+
+    Layers with sliding windows or sink logits are left out.
+    """
+    if all(layer.window or layer.sinks for layer in loaded.layers):
+        raise CoverageLabError(
+            "granularity needs layers with full attention and without sink logits; the model has none"
+        )
 
     def work(line: dict[str, Any], done: Callable[[], None]) -> list[dict[str, Any]]:
         selector = Granularities(trace.page_size, loaded.model.dtype)
@@ -138,11 +146,11 @@ def _findings(records: Sequence[dict[str, Any]], seed: int) -> list[Finding]:
         ),
         Finding(
             f"pages in the union of all KV heads of a layer, {SHARED}",
-            union[0] / union[2],
+            float(union[0] / union[2]),
             PAPER_UNION,
             unit="share",
         ),
-        Finding("pages in the lists of the KV heads", union[1] / union[2], PAPER_OWN, unit="share"),
+        Finding("pages in the lists of the KV heads", float(union[1] / union[2]), PAPER_OWN, unit="share"),
     ]
 
 
