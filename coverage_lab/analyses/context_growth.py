@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from coverage_lab.analyses import Analysis, register
-from coverage_lab.analyses.needs import needed
+from coverage_lab.analyses.needs import needed, steady
 from coverage_lab.bootstrap import interval, resample_weights
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import Trace
@@ -92,7 +92,8 @@ class ContextGrowth(Analysis):
         weights = resample_weights(len(points), self.seed)
         low, high = interval(_slopes(x, y, weights))
         (exponent,) = _slopes(x, y, np.ones((1, len(points))))
-        return {"exponent": float(exponent), "ci_low": low, "ci_high": high, "requests": len(points)}
+        found = {"exponent": float(exponent), "ci_low": low, "ci_high": high}
+        return {**{name: steady(value) for name, value in found.items()}, "requests": len(points)}
 
 
 def _slopes(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> np.ndarray:
