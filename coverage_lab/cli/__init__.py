@@ -16,6 +16,7 @@ from coverage_lab.cli import (
     bench,
     collect,
     compare_policies,
+    datasets,
     explain,
     fit_profile,
     replay,
@@ -50,6 +51,7 @@ app.command("replay", context_settings={"allow_extra_args": True})(replay.replay
 app.command("explain")(explain.explain)
 app.command("fit-profile")(fit_profile.fit_profile)
 app.command("balance")(balance.balance)
+app.add_typer(datasets.app, name="datasets")
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(bench.app, name="bench")
 app.add_typer(reproduce.app, name="reproduce")

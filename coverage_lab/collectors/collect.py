@@ -23,6 +23,7 @@ from coverage_lab.collectors.models import DTYPES, LoadedModel, load_model
 from coverage_lab.collectors.prompts import Prompt, PromptBuilder
 from coverage_lab.collectors.recorder import RequestRecorder
 from coverage_lab.collectors.rows import RowFormat, layer_rows
+from coverage_lab.collectors.scoring import Scorer
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.pages import check_page_size
 from coverage_lab.policies.estimators import estimators
@@ -229,7 +230,7 @@ def collect(
     with TraceWriter(options.output, run) as writer:
         complete = writer.finished
         if not complete:
-            _record(options, loaded, requests, writer, reporter)
+            _record(options, loaded, dataset, requests, writer, reporter)
             writer.finish([request.id for request in requests], _facts(options, loaded))
     return _summary(options.output, time.perf_counter() - start, complete)
 
@@ -261,7 +262,7 @@ def _prepare(options: CollectOptions, dataset: Dataset, loaded: LoadedModel) -> 
     embeddings: Any = loaded.model.get_input_embeddings()
     vocabulary = embeddings.weight.shape[0]
     requests = []
-    for example in dataset.examples(limit or room or 0, options.steps):
+    for example in dataset.with_counter(builder.count).examples(limit or room or 0, options.steps):
         prompt = builder.build(example, limit, options.steps, options.decode == "forced")
         if room is not None and len(prompt.ids) > room:
             raise CoverageLabError(
@@ -330,6 +331,7 @@ def _facts(options: CollectOptions, loaded: LoadedModel) -> dict[str, Any]:
 def _record(
     options: CollectOptions,
     loaded: LoadedModel,
+    dataset: Dataset,
     requests: Sequence[_Request],
     writer: TraceWriter,
     reporter: Reporter | None,
@@ -337,13 +339,16 @@ def _record(
     done = {request.id for request in requests if writer.done(request.id)}
     if reporter:
         reporter.begin(len(requests), len(done), _plan(options, requests))
-    stop_ids = frozenset() if options.ignore_eos else _stop_ids(loaded)
+    stop_ids = _stop_ids(loaded)
+    # Tokens that were fed are no answer of the model.
+    scorer = None if options.decode == "forced" else Scorer(dataset, loaded.tokenizer, stop_ids)
+    stop_ids = frozenset() if options.ignore_eos else stop_ids
     for batch in _batches(requests, options.batch_size):
         # A batch is decoded whole even when some of it is done, so that a resumed run computes the same.
         if all(request.id in done for request in batch):
             continue
         start = time.perf_counter()
-        recorded = _record_batch(options, loaded, batch, stop_ids)
+        recorded = _record_batch(options, loaded, batch, stop_ids, scorer)
         for request, (line, rows, tensors) in zip(batch, recorded, strict=True):
             writer.write(line, rows, tensors)
             if reporter and request.id not in done:
@@ -353,10 +358,12 @@ def _record(
 def _plan(options: CollectOptions, requests: Sequence[_Request]) -> str:
     lengths = [len(request.prompt.ids) for request in requests]
     chat = sum(request.prompt.chat for request in requests)
+    scored = max((request.example.answer_tokens or 0 for request in requests), default=0)
+    cut = f"; scores take answers of up to {scored} tokens" if options.steps < scored else ""
     template = {0: "no chat template", len(requests): "in the model's chat template"}
     return (
         f"{len(requests):,} prompts of {min(lengths):,} to {max(lengths):,} tokens "
-        f"({template.get(chat, f'{chat} in the chat template')}), up to {options.steps} steps each"
+        f"({template.get(chat, f'{chat} in the chat template')}), up to {options.steps} steps each{cut}"
     )
 
 
@@ -376,7 +383,11 @@ _Recorded = tuple[dict[str, Any], pl.DataFrame | None, bytes | None]
 
 
 def _record_batch(
-    options: CollectOptions, loaded: LoadedModel, batch: Sequence[_Request], stop_ids: frozenset[int]
+    options: CollectOptions,
+    loaded: LoadedModel,
+    batch: Sequence[_Request],
+    stop_ids: frozenset[int],
+    scorer: Scorer | None,
 ) -> list[_Recorded]:
     names = options.estimators[1:]
     longest = max(len(request.prompt.ids) for request in batch)
@@ -410,7 +421,8 @@ def _record_batch(
     recorded: list[_Recorded] = []
     for request, recorder, assembler, result in zip(batch, recorders, assemblers, decoded, strict=True):
         assembler.add(recorder.take())
-        line = _request_line(options, request, result)
+        score = scorer(request.example, result.ids) if scorer and not result.error else None
+        line = _request_line(options, request, result, score)
         if result.error:
             recorded.append((line, None, None))
             continue
@@ -454,7 +466,9 @@ class _Assembler:
         return pl.concat(self._frames).sort("layer", "kv_head", "step")
 
 
-def _request_line(options: CollectOptions, request: _Request, result: Decoded) -> dict[str, Any]:
+def _request_line(
+    options: CollectOptions, request: _Request, result: Decoded, score: float | None
+) -> dict[str, Any]:
     return {
         "request_id": request.id,
         "dataset": options.dataset,
@@ -467,6 +481,7 @@ def _request_line(options: CollectOptions, request: _Request, result: Decoded) -
         "status": "failed" if result.error else "ok",
         "error": result.error,
         "answers": list(request.example.answers),
+        "score": score,
         "prompt_ids": request.prompt.ids,
         "decoded_ids": result.ids,
     }

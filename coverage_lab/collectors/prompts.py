@@ -76,6 +76,11 @@ class PromptBuilder:
         if chat and not self._has_template:
             raise CoverageLabError("the tokenizer has no chat template; leave out --chat")
 
+    def count(self, example: Example) -> int:
+        """Return how many tokens the prompt of an example has when nothing is cut."""
+        text = example.before + example.context + example.after
+        return len(self._whole(text, self._uses_template(example), example.prefix))
+
     def build(self, example: Example, limit: int | None, steps: int, forced: bool) -> Prompt:
         """Return the prompt of an example.
 
@@ -95,7 +100,7 @@ class PromptBuilder:
         CoverageLabError
             If the prompt is empty or cannot be cut to the limit, or has no reference to feed.
         """
-        chat = self._has_template and example.chat if self._chat is None else self._chat
+        chat = self._uses_template(example)
         text = example.before + example.context + example.after
         if not text.strip():
             raise CoverageLabError(f"{_where(example)}: the prompt is empty")
@@ -104,7 +109,7 @@ class PromptBuilder:
         if limit is not None and example.cut == "end":
             ids, left_out = self._fit(example, chat, limit)
         else:
-            ids = self._whole(text, chat)
+            ids = self._whole(text, chat, example.prefix)
             if limit is not None and len(ids) > limit:
                 if example.cut == "never":
                     raise CoverageLabError(
@@ -118,10 +123,15 @@ class PromptBuilder:
         reference = self._reference(example, left_out)[:steps] if forced else []
         return Prompt(ids=ids, dropped=len(left_out), reference_ids=reference, chat=chat)
 
-    def _whole(self, text: str, chat: bool) -> list[int]:
-        """Tokenize a prompt in one piece."""
+    def _uses_template(self, example: Example) -> bool:
+        return self._has_template and example.chat if self._chat is None else self._chat
+
+    def _whole(self, text: str, chat: bool, prefix: str) -> list[int]:
+        """Tokenize a prompt in one piece, the beginning of the answer included."""
         if not chat:
-            ids = self._encode(text, special=True)
+            ids = self._encode(text + prefix, special=True)
+        elif prefix:
+            ids = self._encode(self._rendered(text) + prefix)
         else:
             # A BatchEncoding or a list, depending on the version of transformers.
             encoded: Any = self._tokenizer.apply_chat_template(
@@ -133,15 +143,15 @@ class PromptBuilder:
     def _fit(self, example: Example, chat: bool, limit: int) -> tuple[list[int], list[int]]:
         """Tokenize a prompt part by part and cut its context; return the ids and those left out."""
         frame = self._frame(chat)
-        before, context, after = example.before, example.context, example.after
+        before, context, after, prefix = example.before, example.context, example.after, example.prefix
         if frame.strips:
             before, after = before.lstrip(), after.rstrip()
             context = context if before else context.lstrip()
             context = context if after else context.rstrip()
         if chat:
-            head, tail = self._encode(frame.before + before), self._encode(after + frame.after)
+            head, tail = self._encode(frame.before + before), self._encode(after + frame.after + prefix)
         else:
-            head, tail = frame.opening + self._encode(before), self._encode(after) + frame.closing
+            head, tail = frame.opening + self._encode(before), self._encode(after + prefix) + frame.closing
         body = self._encode(context)
         head = self._single_bos(head, chat)
         if head == [self._tokenizer.bos_token_id]:
@@ -149,7 +159,7 @@ class PromptBuilder:
 
         room = limit - len(head) - len(tail)
         if len(body) <= room:
-            whole = self._whole(before + context + after, chat)
+            whole = self._whole(before + context + after, chat, prefix)
             return (whole if len(whole) <= limit else head + body + tail), []
         if room < 1:
             raise CoverageLabError(
@@ -164,7 +174,7 @@ class PromptBuilder:
         """Return the tokens that may follow the prompt in forced decoding."""
         if example.answers:
             reference = self._encode(example.answers[0])
-        elif example.cut == "end" and not example.after:
+        elif example.cut == "end" and not example.after + example.prefix:
             reference = left_out
         else:
             reference = []

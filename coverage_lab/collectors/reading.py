@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.registry import unknown
+
+# Characters of a long JSON array that are read at first; a longer row doubles them.
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,18 @@ class Row:
     def _checked(self, field: str, value: Any) -> str:
         if not isinstance(value, str):
             raise self.fault(f"field {field!r} holds {json_type(value)} where text is expected")
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            # JSON can spell half a surrogate pair, which no tokenizer accepts.
-            raise self.fault(f"field {field!r} holds half a surrogate pair") from None
+        if has_half_pair(value):
+            raise self.fault(f"field {field!r} holds half a surrogate pair")
         return value
+
+
+def has_half_pair(text: str) -> bool:
+    """Whether a text holds half a surrogate pair: JSON can spell one, and no tokenizer accepts it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def json_rows(lines: Iterable[bytes], name: str) -> Iterator[Row]:
@@ -88,6 +97,84 @@ def json_rows(lines: Iterable[bytes], name: str) -> Iterator[Row]:
             hint = "; one JSON object a line" if isinstance(fields, list) else ""
             raise CoverageLabError(f"{where}: {json_type(fields)} where an object is expected{hint}")
         yield Row(where, fields)
+
+
+def json_array(path: Path) -> Iterator[Row]:
+    """Yield the objects of a file that holds one JSON array, with no more than a few in memory.
+
+    Raises
+    ------
+    CoverageLabError
+        If the file is no array of objects, or at the row where it stops being one; rows count from 1.
+    """
+    with path.open(encoding="utf-8-sig") as file:
+        try:
+            for number, fields in enumerate(_array_items(file), start=1):
+                where = f"{path}:row {number}"
+                if not isinstance(fields, dict):
+                    raise CoverageLabError(f"{where}: {json_type(fields)} where an object is expected")
+                yield Row(where, fields)
+        except UnicodeDecodeError:
+            raise CoverageLabError(f"{path}: not UTF-8") from None
+        except _NotJson as fault:
+            raise CoverageLabError(f"{path}: not a valid JSON array (at row {fault.row})") from None
+
+
+class _NotJson(Exception):
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+
+def _array_items(file: TextIO) -> Iterator[Any]:
+    decoder = json.JSONDecoder()
+    row, size = 1, _CHUNK
+    while (held := file.read(size)).isspace():
+        pass
+    at = _skip(held, 0)
+    if not held.startswith("[", at):
+        raise _NotJson(row)
+    at += 1
+    while True:
+        at = _skip(held, at)
+        if held.startswith("]", at) and row == 1:
+            break
+        try:
+            item, end = decoder.raw_decode(held, at)
+            end = _skip(held, end)
+        except (ValueError, RecursionError):
+            item, end = None, len(held)
+        # A row that goes to the end of what is held may go on behind it.
+        if end == len(held):
+            more = file.read(size)
+            if not more:
+                raise _NotJson(row)
+            held, at, size = held[at:] + more, 0, 2 * size
+            continue
+        yield item
+        row, size = row + 1, _CHUNK
+        if held[end] == "]":
+            at = end
+            break
+        if held[end] != ",":
+            raise _NotJson(row)
+        at = end + 1
+    if held[at + 1 :].strip() or file.read().strip():
+        raise _NotJson(row)
+
+
+def _skip(text: str, at: int) -> int:
+    """Return the place of the next character that is not white space."""
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        raise CoverageLabError(f"{path}: not valid JSON") from None
 
 
 def json_type(value: Any) -> str:

@@ -35,6 +35,7 @@ REQUEST_SCHEMA: dict[str, Any] = {
     "status": pl.String,
     "error": pl.String,
     "answers": pl.List(pl.String),
+    "score": pl.Float64,
     "prompt_ids": pl.List(pl.UInt32),
     "decoded_ids": pl.List(pl.UInt32),
 }

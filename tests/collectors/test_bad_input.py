@@ -78,7 +78,10 @@ class TestOptions:
         ("changes", "line"),
         [
             ({"dataset": "longbnch"}, "unknown dataset 'longbnch'; did you mean 'longbench'?"),
-            ({"dataset": "zzz"}, "unknown dataset 'zzz'; known: docs, jsonl, longbench, text"),
+            (
+                {"dataset": "zzz"},
+                "unknown dataset 'zzz'; known: aime, docs, jsonl, longbench, longbench-v2, ruler, text",
+            ),
             ({"estimators": "mvar,qest"}, "unknown estimator 'qest'; did you mean 'quest'?"),
             ({"tasks": "rows,colums"}, "unknown task 'colums'; known: rows"),
             ({"tasks": "row"}, "unknown task 'row'; did you mean 'rows'?"),

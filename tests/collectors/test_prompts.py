@@ -235,6 +235,41 @@ class TestCut:
             assert prompt.ids[:2] != [BOS, BOS]
 
 
+class TestPrefix:
+    """What the answer begins with comes last, behind the template."""
+
+    def test_plain(self):
+        prompt = build(make(), example("the cat", after="?", prefix=" It is"), limit=100)
+        assert prompt.ids == tokens(make(), "the cat? It is", special=True)
+
+    def test_chat(self):
+        tokenizer = make(WITH_BOS)
+        prompt = build(tokenizer, example("the cat", prefix=" It is"))
+        assert prompt.ids == tokens(tokenizer, chat_text(tokenizer, "the cat") + " It is")
+        assert tokenizer.decode(prompt.ids).endswith("assistant\n It is")
+
+    @pytest.mark.parametrize("template", [None, WITH_BOS, STRIPPING])
+    @pytest.mark.parametrize("cut", ["middle", "end"])
+    def test_is_never_cut(self, template: str | None, cut: str):
+        tokenizer = make(template)
+        prompt = build(tokenizer, example(after=" what?", prefix=" It is", cut=cut), limit=40)
+        assert len(prompt.ids) == 40
+        assert tokenizer.decode(prompt.ids).endswith(("assistant\n" if template else "what?") + " It is")
+
+    @pytest.mark.parametrize("template", [None, WITH_BOS])
+    def test_count(self, template: str | None):
+        builder = PromptBuilder(make(template))
+        for changes in ({}, {"prefix": " It is"}, {"prefix": " It is", "chat": False}):
+            prompt = example(**changes)
+            assert builder.count(prompt) == len(builder.build(prompt, None, 5, False).ids)
+
+    def test_text_that_goes_on_does_not_follow_it(self):
+        with pytest.raises(CoverageLabError, match="--decode greedy"):
+            build(make(), example(cut="end", prefix=" It is"), limit=20, forced=True)
+        forced = build(make(), example(prefix=" It is", answers=("hat",)), forced=True)
+        assert forced.reference_ids == tokens(make(), "hat")
+
+
 class TestBos:
     @pytest.mark.parametrize("limit", [None, 20])
     @pytest.mark.parametrize("template", [None, WITH_BOS, DOUBLED])

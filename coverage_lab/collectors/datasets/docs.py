@@ -30,6 +30,7 @@ class LanguageReference(Dataset):
     over the circle, and `seed` turns it. `limit` is the number of documents (8 by default).
     """
 
+    task_names: ClassVar[tuple[str, ...]] = (TASK,)
     title: ClassVar[str] = "Python's language reference, from the standard library"
 
     def examples(self, prompt_tokens: int, steps: int) -> Iterator[Example]:
@@ -52,10 +53,9 @@ class LanguageReference(Dataset):
         return DEFAULT_PROMPT_TOKENS if room is None else min(room, DEFAULT_PROMPT_TOKENS)
 
     def describe(self) -> dict[str, Any]:
-        corpus = "".join(_topics().values())
         return {
             "python": platform.python_version(),
-            "corpus_sha256": hashlib.sha256(corpus.encode()).hexdigest(),
+            "corpus_sha256": hashlib.sha256(corpus().encode()).hexdigest(),
         }
 
     def _documents(self, topics: dict[str, str], count: int, prompt_tokens: int) -> Iterator[Example]:
@@ -81,6 +81,11 @@ class LanguageReference(Dataset):
                 cut="end",
                 source=f"pydoc_data.topics:{names[first]}",
             )
+
+
+def corpus() -> str:
+    """Return the whole text."""
+    return "".join(_topics().values())
 
 
 def _topics() -> dict[str, str]:

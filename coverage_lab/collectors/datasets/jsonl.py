@@ -27,6 +27,9 @@ class JsonLines(Dataset):
         files = self._files()
         return (example for task, file in files.items() for example in self._read(task, file))
 
+    def readable(self) -> list[str]:
+        return list(self._files())
+
     def describe(self) -> dict[str, Any]:
         return {"files": {file.name: sha256_of(file) for file in self._files().values()}}
 

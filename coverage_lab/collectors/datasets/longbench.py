@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, ClassVar
 
-from coverage_lab.collectors.datasets import Dataset, Example, register
+from coverage_lab.collectors.datasets import Dataset, Example, _longbench_scoring, register
 from coverage_lab.collectors.datasets._longbench_wording import WORDING
 from coverage_lab.collectors.reading import Row, json_rows, pick_tasks, read_text, sha256_of
 from coverage_lab.errors import CoverageLabError
@@ -43,9 +43,13 @@ class LongBench(Dataset):
     `path`, its `config` folder, a folder that holds rows, or the parent of `path`; otherwise the
     prompts are in this project's words. A prompt that is too long loses its middle, whatever stands
     there, as in LongBench. Tasks without a file are left out unless they are asked for.
+
+    Answers are scored as in LongBench, over the tokens that it lets a model answer with; Chinese ones
+    over characters (see `metrics.chinese`).
     """
 
     title: ClassVar[str] = "LongBench v1, 21 tasks"
+    task_names: ClassVar[tuple[str, ...]] = TASKS
 
     def examples(self, prompt_tokens: int, steps: int) -> Iterator[Example]:
         templates, _ = self._prompts
@@ -56,8 +60,19 @@ class LongBench(Dataset):
             for example in self._read(task, source, templates[task])
         )
 
+    def score(self, example: Example, text: str) -> float | None:
+        if not example.answers:
+            return None
+        return _longbench_scoring.score(example.task, text, example.answers, example.choices)
+
+    def check(self, example: Example, prompt_tokens: int, tokens: int | None) -> str | None:
+        return _longbench_scoring.fault(example.task, example.answers, example.choices)
+
     def default_prompt_tokens(self, room: int | None) -> int | None:
         return room  # the official rule: what fits in the model's window
+
+    def readable(self) -> list[str]:
+        return list(self._sources)
 
     def describe(self) -> dict[str, Any]:
         files = [self._archive] if self.path is None else self._files.values()
@@ -71,6 +86,8 @@ class LongBench(Dataset):
                     index=index,
                     context=render(template, row),
                     answers=row.texts("answers"),
+                    choices=row.texts("all_classes") if row.fields.get("all_classes") else (),
+                    answer_tokens=_longbench_scoring.ANSWER_TOKENS[task],
                     chat=task not in PLAIN_TASKS,
                     source=row.where,
                 )

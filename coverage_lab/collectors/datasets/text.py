@@ -33,6 +33,9 @@ class PlainText(Dataset):
     def default_prompt_tokens(self, room: int | None) -> int:
         return DEFAULT_PROMPT_TOKENS if room is None else min(room, DEFAULT_PROMPT_TOKENS)
 
+    def readable(self) -> list[str]:
+        return list(self._files())
+
     def describe(self) -> dict[str, Any]:
         return {"files": {file.name: sha256_of(file) for file in self._files().values()}}
 
