@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analysis:
+class Analysis(ABC):
     """Base class of analyses; fields are options, of the command line too.
 
     Attributes
@@ -34,6 +35,7 @@ class Analysis:
     title: ClassVar[str]
     source: ClassVar[str]
 
+    @abstractmethod
     def compute(self, trace: Trace) -> pl.DataFrame:
         """Return what was found, a line a finding.
 
@@ -42,11 +44,10 @@ class Analysis:
         CoverageLabError
             If the trace lacks a column, naming the option of `collect` that records it.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         """Draw the table of `compute`; on the current axes by default."""
-        raise NotImplementedError
 
     def figure(self, table: pl.DataFrame) -> Figure:
         """Draw the table in a figure of its own."""

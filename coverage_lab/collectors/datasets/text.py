@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from coverage_lab.collectors.datasets import Dataset, Example, register
-from coverage_lab.collectors.reading import pick_tasks, read_text, sha256_of, task_files
+from coverage_lab.collectors.datasets import Example, register
+from coverage_lab.collectors.datasets._task_files import TaskFiles
+from coverage_lab.collectors.reading import read_text
 from coverage_lab.errors import CoverageLabError
 
 # Far above what tokenizers average, so that a window surely fills the prompt and the steps after it.
@@ -17,31 +18,22 @@ DEFAULT_PROMPT_TOKENS = 4096
 
 @register("text")
 @dataclass(frozen=True, kw_only=True)
-class PlainText(Dataset):
+class PlainText(TaskFiles):
     """Evenly spaced windows of a text file, or of each `.txt` and `.md` file in a directory.
 
     A file is a task. `limit` is the number of windows of each file (one by default, from its start).
     """
 
     title: ClassVar[str] = "Windows of plain text files"
+    suffixes = (".txt", ".md")
 
     def examples(self, prompt_tokens: int, steps: int) -> Iterator[Example]:
-        files = self._files()
+        files = self.files()
         characters = CHARACTERS_PER_TOKEN * (prompt_tokens + steps)
         return (example for task, file in files.items() for example in self._windows(task, file, characters))
 
     def default_prompt_tokens(self, room: int | None) -> int:
         return DEFAULT_PROMPT_TOKENS if room is None else min(room, DEFAULT_PROMPT_TOKENS)
-
-    def readable(self) -> list[str]:
-        return list(self._files())
-
-    def describe(self) -> dict[str, Any]:
-        return {"files": {file.name: sha256_of(file) for file in self._files().values()}}
-
-    def _files(self) -> dict[str, Path]:
-        files = task_files(self.path, (".txt", ".md"))
-        return {task: files[task] for task in pick_tasks(self.tasks, list(files))}
 
     def _windows(self, task: str, file: Path, characters: int) -> Iterator[Example]:
         # Without the white space at the end no window can be blank.
