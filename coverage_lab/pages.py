@@ -20,7 +20,7 @@ def check_page_size(page_size: int) -> int:
     """Return `page_size`, or raise CoverageLabError if it is no power of two from 1 to 1024."""
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
         raise CoverageLabError(
-            f"page size {page_size} is not a power of two from 1 to {MAX_PAGE_SIZE}; try --page-size 64"
+            f"page size {page_size} is not a power of two from 1 to {MAX_PAGE_SIZE}; try 64"
         )
     return page_size
 

@@ -66,8 +66,7 @@ def test_methods_of_the_replay_page_parse() -> None:
         assert str(parse_policy(text)) == text
 
 
-def test_decoder_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+def test_decoder_examples_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     exec(next(block for block in blocks if "Decoder" in block), {})
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "replay.md").read_text(), re.DOTALL)

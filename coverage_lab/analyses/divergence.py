@@ -20,7 +20,9 @@ def to_frame(lines: Sequence[dict[str, Any]]) -> pl.DataFrame:
     return frame.with_columns(
         policy.str.extract(r"^([^/]+)/").alias("estimator"),
         # The number is what moves along a curve; all other options make another curve.
-        policy.str.replace(r"^([^/]+/[a-z_]+):[-+.0-9einf]+", "$1").alias("rule"),
+        policy.str.replace(r"^([^/]+/[a-z_]+):(?:tokens=)?(?:inf|-?[0-9.]+(?:e[-+]?[0-9]+)?)", "$1").alias(
+            "rule"
+        ),
     )
 
 
@@ -58,7 +60,8 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         ax.set_title(f"every page kept: {max(control):.1g} nats", fontsize="medium")
     ax.grid(color="0.9")
     ax.set_axisbelow(True)
-    ax.legend(frameon=False)
+    if drawn.height:
+        ax.legend(frameon=False)
     seaborn.despine(ax=ax)
     return ax
 

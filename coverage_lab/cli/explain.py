@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed, TracePath
+from coverage_lab.cli.options import (
+    CsvPath,
+    Device,
+    FigurePath,
+    JsonPath,
+    Kept,
+    Limit,
+    ModelPath,
+    Quiet,
+    Seed,
+    Steps,
+    TracePath,
+)
 
 # Heads that the table shows.
 SHOWN = 10
@@ -19,18 +30,11 @@ def explain(
     heads: Annotated[
         bool, typer.Option("--heads/--no-heads", help="Run every KV head alone, which takes longest.")
     ] = True,
-    model: Annotated[
-        str | None, typer.Option(help="Where the traced model is now, if not where it was.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if any.")] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="At most this many requests, of all tasks in turn.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="At most this many steps a request.")] = None,
-    to: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Keep what is finished in this file; an unfinished run goes on."),
-    ] = None,
+    model: ModelPath = None,
+    device: Device = None,
+    limit: Limit = None,
+    steps: Steps = None,
+    to: Kept = None,
     seed: Seed = 0,
     json: JsonPath = None,
     csv: CsvPath = None,

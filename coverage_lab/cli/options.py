@@ -18,6 +18,27 @@ FigurePath = Annotated[Path | None, typer.Option("--figure", help="Draw to this 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of the bootstrap.")]
 
+# Of verbs that run the traced model on its requests.
+ModelPath = Annotated[
+    str | None, typer.Option("--model", help="Where the traced model is now, if not where it was.")
+]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, ...; by default a GPU if any.")]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        help="Of replays: reference (plain torch) or triton (the kernels); by default triton where it can.",
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, help="At most this many requests, of all tasks in turn.")
+]
+Steps = Annotated[int | None, typer.Option("--steps", min=1, help="At most this many steps a request.")]
+Kept = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Keep what is finished in this file; an unfinished run goes on."),
+]
+
 
 def names(text: str | None) -> tuple[str, ...]:
     """Split a comma-separated list."""

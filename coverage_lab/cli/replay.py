@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed, TracePath
+from coverage_lab.cli.options import (
+    Backend,
+    CsvPath,
+    Device,
+    FigurePath,
+    JsonPath,
+    Kept,
+    Limit,
+    ModelPath,
+    Quiet,
+    Seed,
+    Steps,
+    TracePath,
+)
 
 DEFAULT = ("mvar/coverage:0.98",)
 
@@ -26,26 +38,16 @@ def replay(
         str,
         typer.Option(help="live: the sparse run's queries choose; recorded: those of the dense run."),
     ] = "live",
-    model: Annotated[
-        str | None, typer.Option(help="Where the traced model is now, if not where it was.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if any.")] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(help="reference (plain torch) or triton (the kernels); by default triton where it can."),
-    ] = None,
+    model: ModelPath = None,
+    device: Device = None,
+    backend: Backend = None,
     check: Annotated[
         bool,
         typer.Option("--check", help="Choose in plain torch too, and count the rows whose lists are alike."),
     ] = False,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="At most this many requests, of all tasks in turn.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="At most this many steps a request.")] = None,
-    to: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Keep what is finished in this file; an unfinished run goes on."),
-    ] = None,
+    limit: Limit = None,
+    steps: Steps = None,
+    to: Kept = None,
     seed: Seed = 0,
     json: JsonPath = None,
     csv: CsvPath = None,
@@ -86,9 +88,10 @@ def replay(
     records = outcome.records
     if records:
         found = report.summarize(records, seed)
-        flat = [{name: value for name, value in record.items() if name != "kl"} for record in records]
-        written = output.write_records(records, json, None), output.write_records(flat, None, csv)
-        if not any(written):
+        # A line a policy in CSV; JSON has the records of every request too.
+        written = output.write_records(records, json, None, {"summary": found})
+        written |= output.write_records(found, None, csv)
+        if not written:
             show(found, f"{loaded.identity['model']} under policies, {lists} lists", quiet)
         if figure:
             output.save_figure(divergence.figure(divergence.to_frame(found)), figure)

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coverage_lab.cli.options import CsvPath, JsonPath, Quiet, Seed, TracePath
+from coverage_lab.cli.options import (
+    Backend,
+    CsvPath,
+    Device,
+    JsonPath,
+    Limit,
+    ModelPath,
+    Quiet,
+    Seed,
+    Steps,
+    TracePath,
+)
 
 if TYPE_CHECKING:
     from coverage_lab.replay.reproduce import Finding, Report
@@ -30,17 +41,11 @@ _TRACED = {
 def _traced(name: str) -> Any:
     def command(
         trace: TracePath,
-        model: Annotated[
-            str | None, typer.Option(help="Where the traced model is now, if not where it was.")
-        ] = None,
-        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; by default a GPU if any.")] = None,
-        backend: Annotated[
-            str | None, typer.Option(help="reference or triton; by default triton where it can.")
-        ] = None,
-        limit: Annotated[
-            int | None, typer.Option(min=1, help="At most this many requests, of all tasks in turn.")
-        ] = None,
-        steps: Annotated[int | None, typer.Option(min=1, help="At most this many steps a request.")] = None,
+        model: ModelPath = None,
+        device: Device = None,
+        backend: Backend = None,
+        limit: Limit = None,
+        steps: Steps = None,
         to: Annotated[
             Path | None,
             typer.Option(

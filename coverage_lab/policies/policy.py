@@ -67,6 +67,10 @@ class Policy:
             check_page_size(self.page_size)
         if self.compensate not in (None, *COMPENSATIONS):
             raise unknown("compensation", self.compensate, list(COMPENSATIONS))
+        if self.within is not None and self.within.compensate:
+            raise CoverageLabError(
+                f"policy {self.within} chooses candidates, and compensates for nothing; leave out compensate="
+            )
         object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
 
     def __str__(self) -> str:

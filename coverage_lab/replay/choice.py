@@ -67,7 +67,7 @@ class Selector:
         self.page_size = policy.page_size or page_size
         self._rule = rule or (lambda exact, estimate, rows, layer: choose(policy, estimate, rows, layer))
         self._summaries: PageSummaries | None = None
-        if policy.estimator.name != "exact" and policy.budget.reads_shares:
+        if policy.estimator.name != "exact" and _estimates(policy):
             self._summaries = PageSummaries(policy.estimator, self.page_size, summary_dtype)
         within = policy.within
         self._candidates = None if within is None else Selector(within, page_size, summary_dtype)
@@ -83,30 +83,26 @@ class Selector:
     def choose(self, call: AttentionCall, cached: int) -> Choice:
         """Return what the policy keeps in the steps that the call's tokens are."""
         self.see(call, cached)
-        block, estimate = self._masses(call, cached)
+        block, estimate, allowed, values = self._masses(call, cached)
         rows = block.geometry.rows
-        allowed: Tensor | None = None
-        values: int | Tensor = 0
-        if self._candidates is not None and call.layer not in self.policy.dense_layers:
-            allowed, values = self._candidates.heads(call, cached, block)
-            estimate = estimate.masked_fill(~allowed, -torch.inf)
         kept = self._rule(block.exact, estimate, rows, call.layer)
         if allowed is not None:
             kept &= allowed.any(1)
-        pages = rows.n_pages.sum() if allowed is None else allowed.any(1).sum()
-        return Choice(kept, estimate, block, values + self._values(call, pages))
+        return Choice(kept, estimate, block, values)
 
     def heads(self, call: AttentionCall, cached: int, other: Block) -> tuple[Tensor, int | Tensor]:
         """Return what each query head may keep, in the pages of another block, and the values read for it.
 
         `[rows, G, P]` bool: a page that shares a token with one that this policy keeps.
         """
-        block, estimate = self._masses(call, cached)
+        block, estimate, own, values = self._masses(call, cached)
         rows, size = block.geometry.rows, self.page_size
         if self.policy.granularity == "query_head" and call.layer not in self.policy.dense_layers:
             kept = by_query_head(self.policy, estimate, rows)
         else:
             kept = choose(self.policy, estimate, rows, call.layer)[:, None].expand_as(estimate)
+        if own is not None:
+            kept = kept & own
         theirs = other.geometry.rows
         tokens = torch.arange(other.geometry.width * other.page_size, device=kept.device)
         tokens = tokens + theirs.first_page[:, None] * other.page_size
@@ -115,7 +111,7 @@ class Selector:
         allowed = kept.gather(-1, place[:, None].expand(-1, kept.shape[1], -1))
         allowed = allowed.unflatten(-1, (-1, other.page_size)).any(-1)
         allowed &= theirs.valid(allowed.shape[-1])[:, None]
-        return allowed, self._values(call, rows.n_pages.sum())
+        return allowed, values
 
     def measure(self, call: AttentionCall, cached: int, kept: Tensor) -> Choice:
         """Return a choice that was made elsewhere, with the exact masses in place of the estimated ones."""
@@ -130,17 +126,28 @@ class Selector:
         twin._candidates = None if self._candidates is None else self._candidates.fork()
         return twin
 
-    def _masses(self, call: AttentionCall, cached: int) -> tuple[Block, Tensor]:
+    def _masses(self, call: AttentionCall, cached: int) -> tuple[Block, Tensor, Tensor | None, int | Tensor]:
+        """Return logits, estimates, the candidates `[rows, G, P]` if there are any, and the values read."""
         block = Block(call, cached, self.page_size)
-        return block, block.exact if self._summaries is None else block.estimate(self._summaries)
+        estimate = block.exact if self._summaries is None else block.estimate(self._summaries)
+        if self._candidates is None or call.layer in self.policy.dense_layers:
+            return block, estimate, None, self._values(call, block.geometry.rows.n_pages.sum())
+        allowed, values = self._candidates.heads(call, cached, block)
+        values = values + self._values(call, allowed.any(1).sum())
+        return block, estimate.masked_fill(~allowed, -torch.inf), allowed, values
 
     def _values(self, call: AttentionCall, pages: Tensor) -> int | Tensor:
         """Values read for the estimates of so many pages, and for what stands in for them."""
         policy, head_dim = self.policy, call.key.shape[-1]
         if call.layer in policy.dense_layers:
             return 0
-        own = policy.estimator.metadata_values(head_dim, self.page_size) if policy.budget.reads_shares else 0
+        own = policy.estimator.metadata_values(head_dim, self.page_size) if _estimates(policy) else 0
         return pages * (own + (head_dim if policy.compensate else 0))
+
+
+def _estimates(policy: Policy) -> bool:
+    """Whether a policy needs its estimates, to choose or to stand in for what it drops."""
+    return policy.budget.reads_shares or policy.compensate is not None
 
 
 def choose(policy: Policy, estimate: Tensor, rows: Rows, layer: int) -> Tensor:

@@ -13,7 +13,9 @@ from coverage_lab.collectors.attention import AttentionCall, fresh_cache, observ
 from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.pages import check_page_size
+from coverage_lab.policies.budgets.profiled import Profiled
 from coverage_lab.policies.policy import Policy
+from coverage_lab.replay.block import geometry
 from coverage_lab.replay.choice import Selector
 from coverage_lab.replay.graph import CapturedStep
 from coverage_lab.replay.kernel import KernelAttention, selects, why_not
@@ -39,6 +41,23 @@ def backend_for(loaded: LoadedModel, policy: Policy, page_size: int, asked: str 
     if reason and asked:
         raise CoverageLabError(f"the kernels can't run {policy} here: {reason}; --backend reference can")
     return "reference" if reason else "triton"
+
+
+def check_policy(policy: Policy, loaded: LoadedModel, page_size: int) -> None:
+    """Raise CoverageLabError if a policy does not go with a model: its layers, its profile."""
+    layers = [layer.layer for layer in loaded.layers]
+    unknown = set(policy.dense_layers) - set(layers)
+    if unknown:
+        raise CoverageLabError(
+            f"policy {policy}: the model has no layer {min(unknown)}; it has {min(layers)} to {max(layers)}"
+        )
+    if isinstance(policy.budget, Profiled):
+        size, heads = policy.page_size or page_size, loaded.layers[-1].kv_heads
+        device = torch.device("cpu")
+        rows = geometry(1, 1, None, size, layers[-1], heads, device).rows
+        policy.budget.select(torch.ones(heads, 1), rows)
+    if policy.within is not None:
+        check_policy(policy.within, loaded, page_size)
 
 
 class Decoder:
@@ -88,6 +107,8 @@ class Decoder:
         graph: bool = False,
     ) -> None:
         check_page_size(page_size)
+        if policy is not None:
+            check_policy(policy, loaded, page_size)
         self.loaded, self.policy, self.page_size = loaded, policy, page_size
         self.backend: Backend = (
             "reference" if policy is None else backend_for(loaded, policy, page_size, backend)
@@ -107,7 +128,13 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read prompts of one length, and forget what was there; returns the logits, `[B, vocabulary]`."""
+        """Read prompts of one length, and forget what was there; returns the logits, `[B, vocabulary]`.
+
+        Raises
+        ------
+        CoverageLabError
+            For prompts of several lengths, a batch that can't be run as one, or too many tokens.
+        """
         lengths = {len(prompt) for prompt in prompts}
         if len(lengths) != 1 or 0 in lengths:
             raise CoverageLabError(
@@ -158,9 +185,17 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Feed one token a request, `[B]`; returns the logits, `[B, vocabulary]`."""
+        """Feed one token a request, `[B]`; returns the logits, `[B, vocabulary]`.
+
+        Raises
+        ------
+        CoverageLabError
+            Before a prompt, for another number of tokens, or where the cache is full.
+        """
         if not self._cached:
             raise CoverageLabError("there is no prompt yet; call prefill first")
+        if len(tokens) != self._batch:
+            raise CoverageLabError(f"{len(tokens)} tokens for {self._batch} requests; give one for each")
         self._check_room(self._cached + 1)
         self._cached += 1
         fed = torch.as_tensor(tokens, device=self.loaded.model.device)[:, None]

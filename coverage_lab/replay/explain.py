@@ -22,8 +22,8 @@ from coverage_lab.kernels.select.reference import take
 from coverage_lab.pages import Rows
 from coverage_lab.policies.policy import Policy
 from coverage_lab.replay.choice import Rule, Selector, choose, shared
+from coverage_lab.replay.decoder import check_policy
 from coverage_lab.replay.replay import PreparedRequest
-from coverage_lab.replay.report import check_policy
 from coverage_lab.replay.requests import Outcome, Progress, over_requests
 from coverage_lab.trace import Trace
 
@@ -78,7 +78,7 @@ def explain(
         raise CoverageLabError(
             f"policy {policy}: candidates are not taken apart; explain it without what stands after within"
         )
-    check_policy(policy, {layer.layer for layer in loaded.layers})
+    check_policy(policy, loaded, trace.page_size)
     rows = [(layer.layer, head) for layer in loaded.layers for head in range(layer.kv_heads)]
     variants = _variants(policy)
 

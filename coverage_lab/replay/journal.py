@@ -4,65 +4,87 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from coverage_lab.errors import CoverageLabError
+from coverage_lab.trace.schema import write_atomic
 
 
 class Journal:
     """A file of JSON lines: what was run, then the records of each finished request.
 
-    Lines are written in the order of the requests, so that a run that was stopped and goes on ends with the
-    same bytes as one that was not.
+    Lines stand in the order of the requests, so that a run that was stopped and goes on, or one that tries a
+    failed request again, ends with the same bytes as one that went through.
 
     Parameters
     ----------
     path : Path
     run : dict
         What decides the records: policies, lists, steps, trace, weights.
+    order : sequence of str
+        All requests.
 
     Raises
     ------
     CoverageLabError
-        If the file holds another run, or is none of these files.
+        If the file holds another run, is damaged, or is none of these files.
     """
 
-    def __init__(self, path: Path, run: dict[str, Any]) -> None:
-        self._path = path
+    def __init__(self, path: Path, run: dict[str, Any], order: Sequence[str]) -> None:
+        self._path, self._head = path, json.dumps({"replay": run}) + "\n"
+        self._places = {name: place for place, name in enumerate(order)}
         self.finished: dict[str, list[dict[str, Any]]] = {}
-        head = json.dumps({"replay": run}) + "\n"
         try:
             held = path.read_text(encoding="utf-8") if path.exists() else ""
-            # A line that was being written when the run was stopped does not count.
-            whole = held[: held.rfind("\n") + 1]
-            if not whole:
-                whole = head
-                path.write_text(head, encoding="utf-8")
-            elif whole != held:
-                os.truncate(path, len(whole.encode()))
         except (OSError, UnicodeDecodeError) as error:
             raise CoverageLabError(f"can't use {path}: {error}") from None
-        first, *lines = whole.splitlines(keepends=True)
-        if first != head:
+        # A line that was being written when the run was stopped does not count.
+        first, *lines = held[: held.rfind("\n") + 1].splitlines(keepends=True) or [held]
+        if not self._head.startswith(first):
             raise CoverageLabError(
                 f"{path} holds another replay ({_difference(first, run)}); give another --output"
             )
-        for line in lines:
-            request = json.loads(line)
-            self.finished[request["request_id"]] = request["records"]
+        for number, line in enumerate(lines, 2):
+            try:
+                request = json.loads(line)
+                self.finished[request["request_id"]] = list(request["records"])
+            except (ValueError, TypeError, KeyError):
+                raise CoverageLabError(
+                    f"line {number} of {path} is damaged; restore it, or give another --output"
+                ) from None
+        if held != self._text():
+            self._write()
 
     def add(self, request_id: str, records: list[dict[str, Any]]) -> None:
         """Write the records of a finished request."""
-        line = json.dumps({"request_id": request_id, "records": records}) + "\n"
+        last = not self.finished or self._place(request_id) > max(map(self._place, self.finished))
+        self.finished[request_id] = records
+        if not last:  # it failed before, and others came after it
+            return self._write()
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(self._line(request_id))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise CoverageLabError(f"can't write {self._path}: {error.strerror or error}") from None
-        self.finished[request_id] = records
+
+    def _place(self, request_id: str) -> int:
+        return self._places.get(request_id, len(self._places))
+
+    def _line(self, request_id: str) -> str:
+        return json.dumps({"request_id": request_id, "records": self.finished[request_id]}) + "\n"
+
+    def _text(self) -> str:
+        return self._head + "".join(map(self._line, sorted(self.finished, key=self._place)))
+
+    def _write(self) -> None:
+        try:
+            write_atomic(self._path, self._text().encode())
+        except OSError as error:
+            raise CoverageLabError(f"can't write {self._path}: {error.strerror or error}") from None
 
 
 def _difference(line: str, run: dict[str, Any]) -> str:

@@ -35,7 +35,8 @@ class Replayed:
     agree : Tensor
         `[steps]` bool: whether the likeliest token is the same.
     nll : Tensor
-        `[steps - 1]` float64: negative log likelihood of the token that is fed next, nats.
+        `[steps]` float64: negative log likelihood of every token that is fed, nats; that of the first
+        follows from the prompt, which is read dense.
     counts : dict of str to int
         See `Tally`: pages kept and seen, those of C*(0.95), values read besides and by dense attention.
     realised : Tensor
@@ -59,7 +60,7 @@ class Replayed:
             "kl_mean": float(self.kl.mean()),
             "kl": [float(f"{value:.6g}") for value in self.kl.tolist()],
             "agreement": float(self.agree.double().mean()),
-            "nll_mean": float(self.nll.mean()) if len(self.nll) else None,
+            "nll_mean": float(self.nll.mean()),
             "kept": counts["kept"],
             "pages": counts["pages"],
             "oracle_pages": counts["oracle"],
@@ -157,7 +158,8 @@ class PreparedRequest:
         prompt = torch.tensor([list(prompt_ids)], device=loaded.model.device)
         with observed_attention(loaded.model, self._everyone):
             self._everyone.begin(self.cached, None)
-            loaded.model(prompt, use_cache=True, logits_to_keep=1, **self._cache)
+            output = loaded.model(prompt, use_cache=True, logits_to_keep=1, **self._cache)
+        self._first = output.logits[0].float()
         self._dense: Tensor | None = None
 
     @torch.inference_mode()
@@ -191,7 +193,17 @@ class PreparedRequest:
             counts["values"] = chosen.tally.taken()["values"]
         realised = torch.cat(attention.tally.covered)
         assert self._dense is not None, "decode_dense comes first"
-        return _compared(logits, self._dense, self.decoded_ids, counts, realised, backend)
+        before = torch.cat([self._first, logits[:-1]]).double().log_softmax(-1)
+        fed = torch.tensor(self.decoded_ids, device=logits.device)
+        there, here = self._dense.double().log_softmax(-1), logits.double().log_softmax(-1)
+        return Replayed(
+            kl=(there.exp() * (there - here)).sum(-1).clamp(min=0).cpu(),
+            agree=(logits.argmax(-1) == self._dense.argmax(-1)).cpu(),
+            nll=-before.gather(1, fed[:, None])[:, 0].cpu(),
+            counts=counts,
+            realised=realised.cpu(),
+            backend=backend,
+        )
 
     def _logits(self, cache: dict[str, Any], attention: Together) -> Tensor:
         """Feed the tokens, some at a time; returns the logits after each, `[steps, vocabulary]` float32."""
@@ -220,24 +232,3 @@ class Together:
         for attention in self.attentions:
             instead = attention(call)
         return instead
-
-
-def _compared(
-    logits: Tensor,
-    wanted: Tensor,
-    tokens: Sequence[int],
-    counts: dict[str, int],
-    realised: Tensor,
-    backend: Backend,
-) -> Replayed:
-    there, here = wanted.double().log_softmax(-1), logits.double().log_softmax(-1)
-    divergence = (there.exp() * (there - here)).sum(-1).clamp(min=0)
-    following = torch.tensor(list(tokens[1:]), dtype=torch.long, device=logits.device)
-    return Replayed(
-        kl=divergence.cpu(),
-        agree=(logits.argmax(-1) == wanted.argmax(-1)).cpu(),
-        nll=-here[:-1].gather(1, following[:, None])[:, 0].cpu(),
-        counts=counts,
-        realised=realised.cpu(),
-        backend=backend,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.policies.evaluate import PoliciesOf
 from coverage_lab.policies.policy import Policy, parse_policy
-from coverage_lab.replay.decoder import backend_for
+from coverage_lab.replay.decoder import backend_for, check_policy
 from coverage_lab.replay.replay import ListsFrom, replay_request
 from coverage_lab.replay.requests import Outcome, Progress, over_requests
 from coverage_lab.trace import Trace
@@ -66,10 +66,15 @@ def replay(
     policies_of = _with_control(policies)
     first = policies_of(0)
     labels = [str(policy) for policy in first]
-    layers = {layer.layer for layer in loaded.layers}
-    for policy in first:
-        check_policy(policy, layers)
-        backend_for(loaded, policy, trace.page_size, backend)
+    backends = []
+    # What was asked for goes before the control, so that a message names it.
+    for policy in reversed(first):
+        check_policy(policy, loaded, trace.page_size)
+        backends.append(backend_for(loaded, policy, trace.page_size, backend))
+    if check and "triton" not in backends:
+        raise CoverageLabError(
+            "--check compares the kernels with plain torch, and no policy runs on the kernels here"
+        )
     places = {shard.request_id: place for place, shard in enumerate(trace.shards)}
     has_reference = trace.manifest["run"]["decode"] == "forced"
     # Requests of even and odd places may have profiles of their own.
@@ -109,22 +114,17 @@ def replay(
     )
 
 
-def check_policy(policy: Policy, layers: Collection[int]) -> None:
-    """Raise CoverageLabError if a policy names a layer that the model does not have."""
-    unknown = set(policy.dense_layers) - set(layers)
-    if unknown:
-        raise CoverageLabError(
-            f"policy {policy}: the model has no layer {min(unknown)}; it has {min(layers)} to {max(layers)}"
-        )
-    if policy.within is not None:
-        check_policy(policy.within, layers)
-
-
 def _with_control(policies: Sequence[Policy] | PoliciesOf) -> PoliciesOf:
+    """Put the control first, and leave out what is given twice."""
     given: PoliciesOf = policies if callable(policies) else lambda place: policies
+    # Texts and their places; a later policy of the same text takes the place of none.
+    places = {text: place for place, text in reversed(list(enumerate(map(str, given(0)))))}
+    places.pop(CONTROL, None)
+    chosen = sorted(places.values())
 
     def policies_of(place: int) -> Sequence[Policy]:
-        return [parse_policy(CONTROL), *(policy for policy in given(place) if str(policy) != CONTROL)]
+        asked = given(place)
+        return [parse_policy(CONTROL), *(asked[index] for index in chosen)]
 
     return policies_of
 
@@ -151,8 +151,7 @@ def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str
             first = divergence
         beyond = np.full_like(divergence, np.nan) if first is None else divergence - first
         paired = ratio_interval(beyond, steps, seed)
-        # A token is likely or not from the second one on.
-        likely = _column(own, "nll_mean") * (steps - 1)
+        likely = _column(own, "nll_mean") * steps
         line = {
             "policy": policy,
             "requests": len(own),
@@ -169,7 +168,7 @@ def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str
             "lower": float(np.mean(beyond < 0)),
             "kl_p99": float(np.quantile(np.concatenate([record["kl"] for record in own]), 0.99)),
             "agreement": float(np.average(_column(own, "agreement"), weights=steps)),
-            "perplexity": float(np.exp(np.nansum(likely) / (steps - 1)[np.isfinite(likely)].sum()))
+            "perplexity": float(np.exp(np.nansum(likely) / steps[np.isfinite(likely)].sum()))
             if np.isfinite(likely).any()
             else None,
             "coverage_mean": float(np.average(_column(own, "coverage_mean"), weights=steps)),

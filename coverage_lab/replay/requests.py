@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Outcome:
     failed : dict of str to str
         Requests that failed, and why; they are tried again when the run goes on.
     empty : int
-        Requests of the trace without a decode step.
+        Requests that were recorded without a decode step.
     """
 
     records: list[dict[str, Any]]
@@ -106,12 +107,17 @@ def over_requests(
     """
     answered = trace.requests.filter((pl.col("status") == "ok") & (pl.col("decoded_ids").list.len() > 0))
     turn = pl.int_range(pl.len()).over("task", order_by="request_id")
-    requests = answered.sort(turn, "task", "request_id").to_dicts()[:limit]
+    every = answered.sort(turn, "task", "request_id").to_dicts()
+    requests = every[:limit]
     if not requests:
         raise CoverageLabError(
             f"{trace.path} has no request with a decode step; record one with --ignore-eos"
         )
-    journal = None if output is None else Journal(output, {**_identity(trace, loaded), **run, "steps": steps})
+    identity = {**_identity(trace, loaded), **run, "steps": steps}
+    order = [line["request_id"] for line in every]
+    journal = None if output is None else Journal(output, identity, order)
+    # A reference that was fed is not what the dense model says.
+    forced = trace.manifest["run"]["decode"] == "forced"
     records, failed = list[dict[str, Any]](), dict[str, str]()
     for place, line in enumerate(requests):
         name, done = line["request_id"], place * runs
@@ -122,9 +128,9 @@ def over_requests(
                 done += 1
                 progress(name, done, runs * len(requests))
 
-            line["decoded_ids"] = line["decoded_ids"][:steps]
             common = {key: line[key] for key in ("request_id", "task", "prompt_tokens")}
-            common["degenerate"] = is_degenerate(line["decoded_ids"])
+            common["degenerate"] = not forced and is_degenerate(line["decoded_ids"])
+            line["decoded_ids"] = line["decoded_ids"][:steps]
             try:
                 found = [{**common, **record} for record in work(line, after)]
             except (CoverageLabError, RuntimeError, ValueError) as error:
@@ -137,7 +143,8 @@ def over_requests(
         else:
             records += journal.finished[name]
         progress(name, (place + 1) * runs, runs * len(requests))
-    return Outcome(records, failed, len(trace.requests) - len(answered))
+    recorded = trace.requests.filter(pl.col("status") == "ok")
+    return Outcome(records, failed, len(recorded) - len(answered))
 
 
 def _identity(trace: Trace, loaded: LoadedModel) -> dict[str, Any]:
@@ -146,5 +153,16 @@ def _identity(trace: Trace, loaded: LoadedModel) -> dict[str, Any]:
 
 
 def is_degenerate(tokens: Sequence[int]) -> bool:
-    """Return whether a dense answer of some length keeps saying the same: its figures then mean little."""
-    return len(tokens) >= 8 and len(set(tokens)) <= len(tokens) // 4
+    """Return whether a dense answer of some length keeps saying the same: its figures then mean little.
+
+    It does if a quarter of its tokens, or fewer, are distinct, or if nine in ten are what stood one period
+    before, for a period that fits into it three times.
+    """
+    length = len(tokens)
+    if length < 8:
+        return False
+    repeats = (
+        sum(map(operator.eq, tokens[period:], tokens)) >= 0.9 * (length - period)
+        for period in range(1, length // 3 + 1)
+    )
+    return len(set(tokens)) <= length // 4 or any(repeats)

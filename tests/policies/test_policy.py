@@ -168,6 +168,7 @@ def test_a_text_says_everything() -> None:
         ("mvar/coverage:0.9,page_size=x", "page_size='x' is no whole number"),
         ("mvar/coverage:0.9,compensate=median", "unknown compensation 'median'"),
         ("mvar/coverage:0.9 within ", "not of the form"),
+        ("exact/fixed:3 within mvar/fixed:9,compensate=mean", "compensates for nothing; leave out"),
         ("mvar/coverage:0.9 within quest/fixd:3", "unknown budget 'fixd'"),
         ("mvar/profiled:missing.json", "no profile 'missing.json'; coverage-lab fit-profile"),
         ("mvar/profiled:,scale=0", "scale 0.0"),
@@ -318,7 +319,8 @@ def policies(
         granularity=st.sampled_from(GRANULARITIES),
         dense_layers=st.sets(st.integers(0, 40)).map(lambda layers: tuple(sorted(layers))),
         page_size=st.sampled_from([None, 1, 16, 1024]),
-        compensate=st.sampled_from([None, "mean"]),
+        # Candidates are not compensated for.
+        compensate=st.sampled_from([None, "mean"]) if within is None else st.none(),
         within=st.none() | policies(of, st.none()) if within is None else within,
     )
 

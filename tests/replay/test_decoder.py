@@ -236,6 +236,12 @@ def test_bad_input_is_one_line(single: LoadedModel):
     ):
         with pytest.raises(CoverageLabError, match=message):
             Decoder(single, policy, **arguments)
+    for text, message in (
+        ("exact/fixed:3,dense_layers=7", "the model has no layer 7; it has 0 to 1"),
+        ("exact/profiled", "no profile"),
+    ):
+        with pytest.raises(CoverageLabError, match=message):
+            Decoder(single, parse_policy(text), PAGE)
     decoder = Decoder(single, policy, PAGE, max_tokens=94)
     with pytest.raises(CoverageLabError, match="call prefill first"):
         decoder.step([1])
@@ -246,6 +252,10 @@ def test_bad_input_is_one_line(single: LoadedModel):
         decoder.prefill([[1] * 95])
     with pytest.raises(CoverageLabError, match="95 tokens do not fit in the cache of 94"):
         decoder.generate(PROMPT, 4)
+    decoder.prefill([PROMPT[:20]])
+    with pytest.raises(CoverageLabError, match="2 tokens for 1 requests; give one for each"):
+        decoder.step([1, 2])
+    decoder.step([1])
     with pytest.raises(CoverageLabError, match="257 tokens do not fit in the model's window of 256"):
         Decoder(single, policy).prefill([[1] * 257])
 

@@ -12,13 +12,10 @@ import numpy as np
 import plain
 import pytest
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
+from tiny import DIM, GROUP, HEADS, LAYERS, record_trace, save_model, write_prompts
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from coverage_lab.cli import main
-from coverage_lab.collectors.collect import CollectOptions, collect
 from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.pages import Rows
@@ -29,53 +26,15 @@ from coverage_lab.replay.requests import Outcome, load_traced_model
 from coverage_lab.trace import Trace
 
 PAGE, STEPS = 8, 5
-LAYERS, HEADS, GROUP, DIM = 2, 3, 2, 16
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 48,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS * GROUP,
-    "num_key_value_heads": HEADS,
-    "head_dim": DIM,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 # Prompt lengths by task; the current page of a step may be its first token or its last.
 TASKS = {"news": (61, 84), "tales": (75,)}
 SWAPS = ("exact ranking, own counts", "own ranking, exact counts", "exact shares")
 SPARED = "3 worst heads whole"
 
 
-def save_model(directory: Path, seed: int = 0, **changes: Any) -> Path:
-    """Save a small random llama whose attention is peaked, and a tokenizer of the words w0 to w63."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | changes))
-    with torch.no_grad():
-        for name, weights in model.named_parameters():
-            if name.endswith("q_proj.weight"):
-                weights.mul_(2.0)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    model.save_pretrained(directory)
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
-    return directory
-
-
-def record(root: Path, model: Path) -> Trace:
-    """Record prompts of random words."""
-    generator = np.random.default_rng(1)
-    (root / "tasks").mkdir()
-    for task, lengths in TASKS.items():
-        prompts = [" ".join(f"w{word}" for word in generator.integers(64, size=n)) for n in lengths]
-        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
-        (root / "tasks" / f"{task}.jsonl").write_text("".join(lines))
-    options: dict[str, Any] = {"model": str(model), "dataset": "jsonl", "data_dir": root / "tasks"}
-    options |= {"steps": STEPS, "page_size": PAGE, "ignore_eos": True, "device": "cpu", "dtype": "float32"}
-    collect(CollectOptions(output=root / "trace", estimators=("exact", "mvar", "mean"), **options))
-    return Trace(root / "trace")
+def recorded(root: Path, model: Path) -> Trace:
+    prompts = write_prompts(root / "tasks", TASKS)
+    return record_trace(root / "trace", model, prompts, steps=STEPS, page_size=PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +50,7 @@ def other(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(root: Path) -> Trace:
-    return record(root, save_model(root / "model"))
+    return recorded(root, save_model(root / "model"))
 
 
 @pytest.fixture(scope="module")
@@ -355,7 +314,7 @@ def test_where_no_estimate_is_read_there_is_nothing_to_swap(text: str, explained
 
 def test_swaps_keep_as_many_pages_where_queries_are_alike(tmp_path: Path):
     """In a model of one layer the queries do not depend on what was kept."""
-    trace = record(tmp_path, save_model(tmp_path / "model", num_hidden_layers=1))
+    trace = recorded(tmp_path, save_model(tmp_path / "model", num_hidden_layers=1))
     outcome = explain(trace, load_traced_model(trace, device="cpu"), parse_policy("mvar/coverage:0.8"))
     for request in trace.requests["request_id"]:
         kept = {name_of(r): r["kept"] for r in outcome.records if r["request_id"] == request}

@@ -24,6 +24,7 @@ from coverage_lab.collectors.models import LoadedModel, probe
 from coverage_lab.collectors.recorder import RequestRecorder
 from coverage_lab.collectors.summaries import PageSummaries
 from coverage_lab.errors import CoverageLabError
+from coverage_lab.policies.budgets.profiled import Profile
 from coverage_lab.policies.estimators import estimators
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.block import Block, geometry
@@ -250,6 +251,16 @@ def test_compensation_brings_the_answer_closer(models: dict[str, LoadedModel], f
     assert float(mended.kl.mean()) < 0.8 * float(plain.kl.mean())
 
 
+def test_what_stands_in_has_the_estimated_mass(models: dict[str, LoadedModel]):
+    """Also where the estimate does not choose."""
+    found = replayed(
+        models["llama"], *(f"{name}/window:2,compensate=mean" for name in ("exact", "mvar", "mean"))
+    )
+    divergences = [float(one.kl.mean()) for one in found]
+    assert len(set(divergences)) == 3
+    assert divergences[0] == min(divergences)
+
+
 class TestCandidates:
     """One policy chooses within the candidates of another."""
 
@@ -304,6 +315,17 @@ class TestCandidates:
                 kept |= mine
             wanted = kept & set.union(*allowed)
             assert set(found.kept[head].nonzero()[:, 0].tolist()) == wanted
+
+    def test_candidates_of_candidates(self):
+        alone = self.found("exact/fixed:3")
+        for middle in ("exact/coverage:1", "mean/fixed:5", "exact/coverage:1@query_head"):
+            found = self.found(f"exact/coverage:1 within {middle} within exact/fixed:3")
+            assert torch.equal(found.kept & alone.kept, found.kept)
+            assert found.kept.sum() > 2 * 2  # more than the forced pages
+        chained = self.found("exact/coverage:1 within exact/coverage:1 within exact/fixed:3")
+        assert torch.equal(chained.kept, alone.kept)
+        # Of both heads: three pages twice, and all six once; an exact estimate reads the keys.
+        assert chained.values == (2 * 3 + 6) * 2 * PAGE * 16
 
     def test_everything_is_kept_of_the_candidates_only(self):
         found = self.found("exact/coverage:1 within exact/fixed:3")
@@ -415,8 +437,7 @@ def test_lines_of_the_summary():
     first, second = summarize(records)
     assert (first["policy"], first["requests"], first["steps"]) == ("a", 2, 30)
     assert first["kl_p99"] == pytest.approx(0.4)
-    # The first token of an answer is chosen by the prompt.
-    assert first["perplexity"] == pytest.approx(math.exp((9 * 1 + 19 * 2) / 28))
+    assert first["perplexity"] == pytest.approx(math.exp((10 * 1 + 20 * 2) / 30))
     assert second["perplexity"] is None
     assert second["rows_below"] == pytest.approx(0.25)
     assert first["kl_mean"] == pytest.approx((1 + 8) / 30)
@@ -436,8 +457,21 @@ def test_lines_of_the_summary():
 def test_answers_that_say_the_same():
     assert is_degenerate([5] * 8)
     assert is_degenerate([5, 6] * 8)
+    assert is_degenerate([9, 8, *list(range(20)) * 3, 0, 1])
+    assert is_degenerate((list(range(5)) * 4)[:18])
     assert not is_degenerate([5] * 7)
     assert not is_degenerate(list(range(6)) * 2)
+    assert not is_degenerate([*range(40), *range(24)])
+    # Half of it is a list whose items differ.
+    assert not is_degenerate([number for item in range(20) for number in (item, item + 50, 99, 98)])
+
+
+def test_likelihoods_are_those_of_the_tokens_that_were_fed(models: dict[str, LoadedModel]):
+    (found,) = replayed(models["llama"], "exact/coverage:1")
+    logits = models["llama"].model(torch.tensor([PROMPT + DECODED])).logits[0].double().log_softmax(-1)
+    wanted = [-float(logits[len(PROMPT) - 1 + place, token]) for place, token in enumerate(DECODED)]
+    assert found.nll.tolist() == pytest.approx(wanted, abs=1e-4)
+    assert found.record()["nll_mean"] == pytest.approx(sum(wanted) / len(wanted), abs=1e-4)
 
 
 def test_metadata_of_an_estimate(models: dict[str, LoadedModel]):
@@ -451,6 +485,8 @@ def test_metadata_of_an_estimate(models: dict[str, LoadedModel]):
         ("mvar/window:3", 0),
         ("exact/fixed:3", 1 / 2),
         ("mean/fixed:3,page_size=4", 1 / 8),
+        ("mvar/window:3,compensate=mean", 3 / size),
+        ("exact/window:3,compensate=mean", 1 / 2 + 1 / size),
     ):
         for lists in ("live", "recorded"):
             (found,) = replayed(models["llama"], text, lists=lists)
@@ -532,15 +568,21 @@ class TestJournal:
         stop, broken = [99], [0]
         monkeypatch.setattr("coverage_lab.replay.report.replay_request", stand_in)
         identity = {"weights": "w", "dtype": "float32", "device": "cpu"}
-        layer: Any = SimpleNamespace(layer=0, window=7, softcap=None, sinks=False)
+        layer: Any = SimpleNamespace(layer=0, window=7, softcap=None, sinks=False, kv_heads=2)
+        self.ran = ran
         loaded = LoadedModel(None, None, (layer,), (), identity)  # type: ignore[arg-type]
 
         def replayed(
-            file: Path | None, stop_at: int = 99, text: str = "exact/fixed:3", broken_at: int = 0
+            file: Path | None,
+            stop_at: int = 99,
+            text: str | list[str] = "exact/fixed:3",
+            broken_at: int = 0,
+            **options: Any,
         ) -> Any:
             ran.clear()
             stop[0], broken[0] = stop_at, broken_at
-            outcome = replay(trace, loaded, [parse_policy(text)], output=file)
+            texts = [text] if isinstance(text, str) else text
+            outcome = replay(trace, loaded, list(map(parse_policy, texts)), output=file, **options)
             self.outcome = outcome
             return outcome.records, len(ran)
 
@@ -569,10 +611,69 @@ class TestJournal:
         with pytest.raises(CoverageLabError, match="does not begin like one"):
             run(tmp_path / "b")
 
+    def test_a_request_that_is_tried_again_takes_its_place(self, run: Any, tmp_path: Path):
+        whole, parts = tmp_path / "whole", tmp_path / "parts"
+        run(whole)
+        run(parts, broken_at=7)  # the second of three
+        assert run(parts)[1] == 1
+        assert parts.read_bytes() == whole.read_bytes()
+
+    @pytest.mark.parametrize("text", ["my notes", '{"mine": 1}', "x\ny", "", '{"replay"'])
+    def test_files_of_the_user_stay_as_they_are(self, run: Any, tmp_path: Path, text: str):
+        file = tmp_path / "notes.txt"
+        file.write_text(text)
+        if text in ("", '{"replay"'):  # the beginning of one of ours
+            assert run(file)[1] == 3
+            return
+        with pytest.raises(CoverageLabError, match="it does not begin like one"):
+            run(file)
+        assert file.read_text() == text
+
+    @pytest.mark.parametrize(
+        "line", ["{", "{}", "3", '{"request_id": "a"}', '{"request_id": "a", "records": 1}']
+    )
+    def test_damaged_lines_are_named(self, run: Any, tmp_path: Path, line: str):
+        file = tmp_path / "a"
+        run(file)
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join([*lines[:2], line + "\n", *lines[3:]]))
+        with pytest.raises(CoverageLabError, match=r"line 3 of .*a is damaged; restore it"):
+            run(file)
+
+    def test_policies_that_are_given_twice_run_once(self, run: Any):
+        records, _ = run(None, text=["mvar/coverage:0.98", "exact/fixed:3", "mvar/coverage:0.980"])
+        assert [record["policy"] for record in records[:3]] == [
+            "exact/coverage:1",
+            "mvar/coverage:0.98",
+            "exact/fixed:3",
+        ]
+        assert len(records) == 9
+
+    def test_profiles_are_checked_before_any_run(self, run: Any, tmp_path: Path):
+        short = tmp_path / "short.json"
+        Profile("kv_head", ((2.0,),)).save(short)
+        for text, message in (
+            ("mvar/profiled", "no profile; write profiled:FILE.json"),
+            (f"mvar/profiled:{short}", "1 layers of 1 KV heads, fewer than here"),
+            (f"exact/fixed:3 within mvar/profiled:{short}", "fewer than here"),
+        ):
+            with pytest.raises(CoverageLabError, match=message):
+                run(None, text=text)
+        assert self.ran == []
+
+    def test_a_check_that_would_check_nothing(self, run: Any):
+        with pytest.raises(CoverageLabError, match="no policy runs on the kernels here"):
+            run(None, check=True)
+
+    def test_a_backend_that_can_not_is_said_of_what_was_asked_for(self, run: Any):
+        with pytest.raises(CoverageLabError, match=r"can't run exact/fixed:3 here: layer 0 has a sliding"):
+            run(None, backend="triton")
+
     def test_tasks_come_in_turn(self, run: Any):
         records, _ = run(None)
         assert [record["request_id"] for record in records[::2]] == ["a", "c", "b"]
-        assert self.outcome.empty == 2
+        # The request that failed while it was recorded is none of them.
+        assert self.outcome.empty == 1
 
     def test_a_request_that_fails_is_marked_and_tried_again(self, run: Any, tmp_path: Path):
         records, ran = run(tmp_path / "a", broken_at=7)
@@ -602,6 +703,11 @@ def test_the_figure(tmp_path: Path):
         {"policy": "exact/coverage:1", "reads": 1.0, "kl_mean": 1e-9, **base},
         *({"policy": f"mvar/coverage:{g}", "reads": g / 2, "kl_mean": 1e-3 / g, **base} for g in (0.5, 0.9)),
         {"policy": "mvar/fixed:3", "reads": 0.3, "kl_mean": 5e-3, "ci_low": math.nan, "ci_high": math.nan},
+        *(
+            {"policy": f"quest/fixed:tokens={n}", "reads": n / 999, "kl_mean": 1e-3, **base}
+            for n in (64, 128)
+        ),
+        *({"policy": f"mvar/profiled:e{n}.json", "reads": 0.4, "kl_mean": 1e-3, **base} for n in (1, 2)),
         {"policy": "mvar/coverage:0.9,page_size=16@layer", "reads": 0.3, "kl_mean": 5e-3, **base},
         {"policy": "exact/coverage:9e-05", "reads": 0.1, "kl_mean": 5e-3, **base},
     ]
@@ -611,14 +717,18 @@ def test_the_figure(tmp_path: Path):
         "exact/coverage",
         "mvar/coverage",
         "mvar/fixed",
+        "mvar/profiled:e1.json",
+        "mvar/profiled:e2.json",
         "mvar/coverage,page_size=16@layer",
+        "quest/fixed",
     ]
     curve = ax.lines[1]
     assert curve.get_xdata().tolist() == [0.25, 0.45]
     assert ax.get_yscale() == "log"
     assert "every page kept: 1e-09 nats" in ax.get_title()
-    assert sum(isinstance(child, LineCollection) for child in ax.collections) == 4
+    assert sum(isinstance(child, LineCollection) for child in ax.collections) == 7
     drawn.savefig(tmp_path / "f.png")
+    divergence.figure(divergence.to_frame(lines[:1])).savefig(tmp_path / "control.png")
 
 
 def test_failed_requests_are_named_even_when_quiet(capsys: pytest.CaptureFixture[str]):
@@ -651,3 +761,31 @@ def test_comparisons_without_a_layer_or_a_request(
     monkeypatch.setattr(equal_reads, "replay", lambda *rest, **options: Outcome([], {"a": "no memory"}, 0))
     report = equal_reads.run(None, models["llama"], Settings())  # type: ignore[arg-type]
     assert (report.findings, report.joined().failed) == ([], {"a": "no memory"})
+
+
+def test_what_the_command_writes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """The lines of the table in CSV; in JSON those and the records of every request."""
+    import tiny
+
+    from coverage_lab.cli import main
+
+    prompts = tiny.write_prompts(tmp_path / "tasks", {"a": (60, 75), "b": (90,)})
+    model = tiny.save_model(tmp_path / "model")
+    trace = tiny.record_trace(tmp_path / "t", model, prompts, steps=4, page_size=PAGE)
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "csv")}
+    arguments = ["replay", str(trace.path), "-q", "--policies", "mvar/fixed:3", "exact/coverage:0.8"]
+    arguments += [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    monkeypatch.setattr("sys.argv", ["coverage-lab", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+    assert "95% interval" in capsys.readouterr().out
+    document = json.loads(files["json"].read_text())
+    assert len(document["records"]) == 3 * 3
+    assert [len(record["kl"]) for record in document["records"]] == [4] * 9
+    lines = pl.read_csv(files["csv"])
+    assert lines["policy"].to_list() == [line["policy"] for line in document["summary"]]
+    for name in ("reads", "reads_metadata", "ci_low", "vs_first_high", "kl_p99", "pages_over_oracle"):
+        assert lines[name].to_list() == [line[name] for line in document["summary"]]

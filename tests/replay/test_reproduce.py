@@ -11,14 +11,11 @@ import numpy as np
 import plain
 import pytest
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
+from tiny import DIM, GROUP, HEADS, LAYERS, record_trace, save_model, write_prompts
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from coverage_lab.cli import main
 from coverage_lab.collectors.attention import AttentionCall, observed_attention
-from coverage_lab.collectors.collect import CollectOptions, collect
 from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.policies.policy import Policy, parse_policy
@@ -39,39 +36,10 @@ from coverage_lab.replay.requests import Outcome, load_traced_model
 from coverage_lab.trace import Trace
 
 PAGE, STEPS = 8, 6
-LAYERS, HEADS, GROUP, DIM = 2, 3, 2, 16
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 48,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS * GROUP,
-    "num_key_value_heads": HEADS,
-    "head_dim": DIM,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 TASKS = {"news": (121, 150, 100), "tales": (90, 130)}
 REQUESTS = sum(map(len, TASKS.values()))
 RULE = "mvar/coverage:0.98"
 OUTLYING = "log of estimated over exact mass, pages with an outlying key: "
-
-
-def save_model(directory: Path, seed: int = 0) -> Path:
-    """Save a small random llama whose attention is peaked, and a tokenizer of the words w0 to w63."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE))
-    with torch.no_grad():
-        for name, weights in model.named_parameters():
-            if name.endswith("q_proj.weight"):
-                weights.mul_(3.0)
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    model.save_pretrained(directory)
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -79,32 +47,24 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with two models of one shape, and prompts of random words."""
     root = tmp_path_factory.mktemp("reproduce")
     for seed, name in enumerate(("model", "other")):
-        save_model(root / name, seed)
-    generator = np.random.default_rng(1)
-    (root / "tasks").mkdir()
-    for task, lengths in TASKS.items():
-        prompts = [" ".join(f"w{word}" for word in generator.integers(64, size=n)) for n in lengths]
-        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
-        (root / "tasks" / f"{task}.jsonl").write_text("".join(lines))
+        save_model(root / name, seed, peaked=3.0)
+    write_prompts(root / "tasks", TASKS)
     return root
 
 
-def record(root: Path, name: str, **changes: Any) -> Trace:
-    options: dict[str, Any] = {"model": str(root / "model"), "dataset": "jsonl", "data_dir": root / "tasks"}
-    options |= {"steps": STEPS, "page_size": PAGE, "ignore_eos": True, "device": "cpu", "dtype": "float32"}
-    options |= {"estimators": ("exact", "mvar", "mean"), "output": root / name}
-    collect(CollectOptions(**options | changes))
-    return Trace(root / name)
+def recorded(root: Path, name: str, **changes: Any) -> Trace:
+    options = {"steps": STEPS, "page_size": PAGE, **changes}
+    return record_trace(root / name, root / "model", root / "tasks", **options)
 
 
 @pytest.fixture(scope="module")
 def trace(root: Path) -> Trace:
-    return record(root, "trace")
+    return recorded(root, "trace")
 
 
 @pytest.fixture(scope="module")
 def counts_only(root: Path) -> Trace:
-    return record(root, "counts", record="counts", limit=1)
+    return recorded(root, "counts", record="counts", limit=1)
 
 
 @pytest.fixture(scope="module")

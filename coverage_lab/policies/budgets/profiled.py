@@ -130,16 +130,16 @@ class Profiled(Budget):
         size = self.table.fitted_on.get("page_size", rows.page_size)
         if size != rows.page_size:
             raise CoverageLabError(
-                f"profiled: the profile counts pages of {size} tokens, the trace has pages of "
-                f"{rows.page_size}; fit it on a trace with the same --page-size"
+                f"profiled: the profile counts pages of {size} tokens, and here they have {rows.page_size}; "
+                "fit it on a trace with the same --page-size"
             )
         table = self.table.table.to(rows.layer.device)
         if int(rows.layer.max()) >= table.shape[0] or (
             self.table.by == "kv_head" and int(rows.kv_head.max()) >= table.shape[1]
         ):
             raise CoverageLabError(
-                f"profiled: the profile has {table.shape[0]} layers of {table.shape[1]} KV heads, the trace "
-                "has more; fit it on a trace of the same model"
+                f"profiled: the profile has {table.shape[0]} layers of {table.shape[1]} KV heads, fewer than "
+                "here; fit it on a trace of the same model"
             )
         if self.table.by == "layer":
             return table[rows.layer, 0] * self.scale
