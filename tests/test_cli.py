@@ -127,7 +127,7 @@ class TestFitProfile:
         assert json.loads(out)[0]["policy"] == policy
         shape = synthetic.Shape(requests=2, layers=4, page_size=32)
         other = synthetic.write(tmp_path / "other", shape)
-        assert "counts pages of 16 tokens, the trace has pages of 32" in refused(
+        assert "counts pages of 16 tokens, and here they have 32" in refused(
             run, "compare-policies", other, "--policies", policy
         )
 
