@@ -7,15 +7,13 @@ where a page differs; `--figures` draws the figures of docs/images that come fro
 """
 
 import argparse
-import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from replay_tables import TABLES as REPLAY_TABLES
+from table_text import ROOT, load, markdown, percent
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -59,19 +57,6 @@ def fill(text: str) -> str:
         text,
         flags=re.DOTALL,
     )
-
-
-def load(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def guarantee() -> str:
@@ -285,6 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "aims": aims,
     "division": division,
     "slots": slots,
+    **REPLAY_TABLES,
 }
 
 

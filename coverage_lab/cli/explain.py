@@ -114,7 +114,8 @@ def show(lines: list[dict[str, Any]], title: str) -> None:
     ]
     output.print_table(screen, f"The {len(rows)} worst of {len(heads)} KV heads", columns, rows)
     screen.print(
-        "KL: of a run in which the head alone follows the policy. All else: of the run in which all follow.",
+        "KL: of a run in which the head alone follows the policy; its part of the sum leaves out numerical "
+        "error. All else: of the run in which all follow.",
         highlight=False,
         soft_wrap=True,
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coverage_lab.errors import CoverageLabError
-from coverage_lab.kernels.select.reference import Ranking, oracle_counts
+from coverage_lab.kernels.select.reference import Ranking, oracle_counts, take
 from coverage_lab.pages import Rows
 from coverage_lab.policies.parallel import in_order
 from coverage_lab.policies.policy import Policy
@@ -29,6 +29,7 @@ _PER_REQUEST = ("rows", "pages", "tokens", "oracle_pages", "oracle_tokens")
 _PER_POLICY = ("kept", "kept_tokens", "coverage", "covered")
 
 PoliciesOf = Callable[[int], Sequence[Policy]]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,28 @@ def policy_counts(
     yield from in_order(work, _spans(trace, policies, progress))
 
 
+def over_lists(
+    trace: Trace, policy: Policy, work: Callable[[Block, np.ndarray, np.ndarray], Result]
+) -> Iterator[Result]:
+    """Yield what `work` makes of every block, in order.
+
+    Parameters
+    ----------
+    trace : Trace
+    policy : Policy
+    work : callable
+        From a block, the pages that the policy keeps of it, `[rows, width]` bool, and their exact shares,
+        `[rows, width]` float32 that sum to one. Several run at a time.
+    """
+
+    def of_span(span: Span) -> Result:
+        block = span.read()
+        view = _View(block, trace.page_size, _group_size(trace))
+        return work(block, _kept(view, policy).numpy(), view.exact.numpy())
+
+    yield from in_order(of_span, _spans(trace, [policy], lambda request: None))
+
+
 def _spans(
     trace: Trace, policies: Sequence[Policy], progress: Callable[[int], None], target: float | None = None
 ) -> Iterator[Span]:
@@ -292,15 +315,32 @@ def _apply(
 
 def _apply_union(view: _View, policies: Sequence[Policy]) -> tuple[Tensor, Tensor]:
     """Every query head selects; the row reads the union. Returns pages kept and realised coverage."""
-    name = policies[0].estimator.name
     kept, coverage = [], []
     for policy in policies:
-        union = torch.zeros_like(view.exact, dtype=torch.bool)
-        for head in range(view.group):
-            union |= policy.budget.select(view.shares(name, "query_head", head), view.rows)
+        union = _union(view, policy)
         kept.append(union.sum(1))
         coverage.append(view.exact.where(union, 0).sum(1))
     return torch.stack(kept, 1), torch.stack(coverage, 1)
+
+
+def _union(view: _View, policy: Policy) -> Tensor:
+    union = torch.zeros_like(view.exact, dtype=torch.bool)
+    for head in range(view.group):
+        union |= policy.budget.select(view.shares(policy.estimator.name, "query_head", head), view.rows)
+    return union
+
+
+def _kept(view: _View, policy: Policy) -> Tensor:
+    """Return the pages that a policy keeps, `[rows, width]` bool."""
+    if policy.granularity == "query_head":
+        kept = _union(view, policy)
+    else:
+        ranking = view.ranked(policy).ranking
+        kept = take(ranking, type(policy.budget).counts(ranking, [policy.budget])[:, 0])
+    if policy.dense_layers:
+        dense = torch.isin(view.rows.layer, torch.tensor(policy.dense_layers))
+        kept |= dense[:, None] & view.rows.valid(kept.shape[1])
+    return kept
 
 
 def _grouped(policies: Sequence[Policy]) -> Iterator[list[int]]:

@@ -227,7 +227,8 @@ def log_error(exact: Tensor, estimate: Tensor, rows: Rows) -> Tensor:
 def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str, Any]]:
     """Return the variants, then the KV heads by falling divergence; intervals resample requests.
 
-    `share` is the divergence of a head over the sum of all heads'. `log_error` is a mean over requests.
+    `share` is the divergence of a head over the sum of all heads', both less that of the run that drops
+    nothing, which is numerical error. `log_error` is a mean over requests.
     """
     lines: list[dict[str, Any]] = []
     for what, names in (("variants", ("variant",)), ("heads", ("layer", "kv_head"))):
@@ -236,10 +237,15 @@ def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str
             if record["what"] == what:
                 groups.setdefault(tuple(record[name] for name in names), []).append(record)
         found = [_line(what, dict(zip(names, key, strict=True)), own, seed) for key, own in groups.items()]
-        total = sum(line["kl"] for line in found)
         if what == "heads":
+            floor = next(line["kl"] for line in lines if line["variant"] == NOTHING_DROPPED)
+            above = [max(line["kl"] - floor, 0.0) for line in found]
+            total = sum(above)
+            found = [
+                line | {"share": own / total if total else 0.0}
+                for line, own in zip(found, above, strict=True)
+            ]
             found.sort(key=lambda line: -line["kl"])
-            found = [line | {"share": line["kl"] / total if total else 0.0} for line in found]
         lines += found
     return lines
 

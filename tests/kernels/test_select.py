@@ -159,6 +159,7 @@ def test_a_sliding_window_has_no_sink() -> None:
 @settings(max_examples=100)
 @given(drawn=any_block, gamma=any_gamma, padding=st.sampled_from([0.0, 0.7, NAN]))
 @example(drawn=[([0.5, 0.25, 0.25], 0), ([NAN, NAN], 0), ([1.0], 1)], gamma=0.75, padding=NAN)
+@example(drawn=[(normal([1.0] * 5), 0)], gamma=0.4, padding=0.0)
 def test_sorting_keeps_the_set_of_the_definition(
     device: str, drawn: list[tuple[list[float], int]], gamma: float, padding: float
 ) -> None:

@@ -36,7 +36,7 @@ def falling(shares: Sequence[float]) -> list[int]:
 def oracle(shares: Sequence[float], gamma: float) -> set[int]:
     """Return C*(gamma) of Eq. 1: the fewest pages that sum to gamma of the whole."""
     exact = _exact(shares)
-    need, have, kept = Fraction(gamma) * sum(exact), Fraction(0), set()
+    need, have, kept = _needed(exact, gamma), Fraction(0), set()
     if gamma >= 1:
         return set(range(len(shares)))
     for page in falling(shares):
@@ -51,6 +51,11 @@ def _exact(shares: Sequence[float]) -> list[Any]:
     return [share if isinstance(share, int) else Fraction(share) for share in shares]
 
 
+def _needed(exact: Sequence[Any], gamma: float) -> Fraction:
+    # The product in float64: 0.4 is a hair above 2 / 5 there, and two of five equal pages are still enough.
+    return Fraction(gamma * float(sum(exact)))
+
+
 def forced(n_pages: int, first_page: int = 0) -> set[int]:
     """Return the pages that are always kept: the sink where the row sees it, and the current page."""
     return {n_pages - 1} | ({0} if first_page == 0 else set())
@@ -62,7 +67,7 @@ def coverage(shares: Sequence[float], gamma: float, first_page: int = 0) -> set[
         return set(range(len(shares)))
     exact = _exact(shares)
     kept = forced(len(shares), first_page)
-    have, need = sum(exact[page] for page in kept), Fraction(gamma) * sum(exact)
+    have, need = sum(exact[page] for page in kept), _needed(exact, gamma)
     for page in falling(shares):
         if have >= need:
             break
