@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,24 +27,35 @@ class Lists:
         Place of the request in the trace.
     layers : ndarray
         `[L]`: numbers of the layers.
+    first_page : int
+        Absolute number of the page of column 0. A column is the same page in all rows.
     kept : ndarray
-        `[L, KV heads, steps, P]` bool: pages that the policy keeps. A column is the same page in all rows.
+        `[L, KV heads, steps, P]` bool: pages that the policy keeps.
     exact : ndarray
         `[L, KV heads, steps, P]` float32: exact shares.
-    n_pages : ndarray
-        `[L, KV heads, steps]`: pages of the row.
+    start, n_pages : ndarray
+        `[L, KV heads, steps]`: column of the row's first page, and its pages.
     """
 
     request: int
     layers: np.ndarray
+    first_page: int
     kept: np.ndarray
     exact: np.ndarray
+    start: np.ndarray
     n_pages: np.ndarray
 
     @property
     def counts(self) -> np.ndarray:
         """Pages kept, `[L, KV heads, steps]`."""
         return self.kept.sum(-1)
+
+
+def over_blocks(trace: Trace, columns: Sequence[str], work: Callable[[Block], Result]) -> Iterator[Result]:
+    """Yield what `work` makes of every block with these columns, in order; several run at a time."""
+    from coverage_lab.policies.parallel import in_order
+
+    yield from in_order(lambda span: work(span.read()), trace.spans(columns))
 
 
 def over_lists(trace: Trace, policy: str, work: Callable[[Lists], Result]) -> Iterator[Result]:
@@ -55,13 +66,16 @@ def over_lists(trace: Trace, policy: str, work: Callable[[Lists], Result]) -> It
     def of_block(block: Block, kept: np.ndarray, exact: np.ndarray) -> Result:
         grid = block.layers, block.kv_heads, block.steps
         numbers = {name: block.columns[name].reshape(grid) for name in ("layer", "n_pages")}
-        kept, exact = (_aligned(each, block.columns["first_page"]) for each in (kept, exact))
+        first_page = block.columns["first_page"]
+        kept, exact = (_aligned(each, first_page) for each in (kept, exact))
         return work(
             Lists(
                 block.request,
                 numbers["layer"][:, 0, 0],
+                int(first_page.min()),
                 kept.reshape(*grid, -1),
                 exact.reshape(*grid, -1),
+                (first_page - first_page.min()).reshape(grid),
                 numbers["n_pages"],
             )
         )
@@ -113,6 +127,6 @@ class Tally:
         """Return how many requests have something in a group."""
         return int((self._sums[key][1] > 0).sum())
 
-    def keys(self) -> list[tuple[Any, ...]]:
+    def groups(self) -> list[tuple[Any, ...]]:
         """Return the groups, in the order in which they came."""
         return list(self._sums)

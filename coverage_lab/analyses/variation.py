@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
+from coverage_lab.analyses import Analysis, register
 from coverage_lab.bootstrap import interval, ratio_interval, resample_weights
 from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import oracle_column
@@ -28,6 +30,53 @@ PAPER = {
     "mean fraction of the context": "0.216",
     "mean fraction, first layer": "0.68",
 }
+
+
+@register("variation")
+@dataclass(frozen=True, kw_only=True)
+class Variation(Analysis):
+    """Spread of the needed budget over layers, KV heads, steps and requests, beside the paper's.
+
+    Parameters
+    ----------
+    gamma : float
+        Coverage of the oracle set; one of those recorded.
+    seed : int
+        Of the bootstrap.
+    """
+
+    title = "how the need varies"
+    source = "paper, 2.2.1"
+
+    gamma: float = PAPER_GAMMA
+    seed: int = 0
+
+    def compute(self, trace: Trace) -> pl.DataFrame:
+        """Return the table of `compute` below."""
+        return compute(trace, self.gamma, self.seed)
+
+    def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
+        import matplotlib.pyplot as plt
+        import seaborn
+
+        ax = ax or plt.gca()
+        places = np.arange(table.height)
+        ax.hlines(places, table["ci_low"], table["ci_high"], color="0.6", lw=2)
+        ax.plot(table["value"], places, "o", color=seaborn.color_palette("colorblind")[0], label="this trace")
+        for place, paper in zip(places, table["paper"], strict=True):
+            if paper is None:
+                continue
+            ends = [float(end) for end in paper.split("-")]
+            label = "paper, Llama-3.1-8B" if place == 0 else None
+            ax.plot(ends, [place + 0.22] * len(ends), "|-", color="0.2", ms=9, label=label)
+        ax.set_yticks(places, table["quantity"].to_list())
+        ax.invert_yaxis()
+        ax.set(xlabel="CV, or fraction of the context", title=f"C*({self.gamma:g})", xlim=(0, None))
+        ax.grid(axis="x", color="0.9")
+        ax.set_axisbelow(True)
+        ax.legend(frameon=False)
+        seaborn.despine(ax=ax)
+        return ax
 
 
 def compute(trace: Trace, gamma: float = 0.95, seed: int = 0) -> pl.DataFrame:

@@ -97,26 +97,26 @@ def same_guarantee(
     target_rows: float = 0.9,
     seed: int = 0,
     progress: Progress = lambda what, done, total: None,
+    names: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Size every budget so that `target_rows` of the rows keep `target_coverage` (paper, Fig. 1b).
 
     The profile of a group of rows holds a quantile of the pages its rows need, measured on the other
     half of the requests, or where the largest need is not enough, a multiple of that. Intervals size the
-    budget anew in every resample.
+    budget anew in every resample. `names` are the estimators, by default all that were recorded.
     """
     _check_fraction("target coverage", target_coverage)
     _check_fraction("target rows", target_rows)
+    names = trace.estimators if names is None else names
     pace = _Pace(trace, "same guarantee", 5, progress)
     needs = group_counts(
         trace,
-        [Policy(estimator=estimators.get(name)(), budget=Coverage()) for name in trace.estimators],
+        [Policy(estimator=estimators.get(name)(), budget=Coverage()) for name in names],
         FOLDS,
         target_coverage,
         pace.step,
     )
-    families = _families(
-        trace, trace.estimators, lambda estimator, by: _quantile_family(estimator, by, needs)
-    )
+    families = _families(trace, names, lambda estimator, by: _quantile_family(estimator, by, needs))
 
     tried: list[_Tried] = []
     brackets = np.tile([0.0, 1.0], (len(families), 1))
