@@ -19,6 +19,31 @@ if TYPE_CHECKING:
     from coverage_lab.trace import Trace
 
 
+@dataclass(frozen=True)
+class Finding:
+    """A figure of ours beside the paper's.
+
+    Attributes
+    ----------
+    what : str
+    ours : float
+    paper : float or str or None
+        The paper's figure, or a range; None where it gives none.
+    low, high : float
+        95% interval over requests; NaN where there is none.
+    unit : {"share", "nats", "ratio", "ms", "log"}
+    note : str
+    """
+
+    what: str
+    ours: float
+    paper: float | str | None = None
+    low: float = float("nan")
+    high: float = float("nan")
+    unit: str = "ratio"
+    note: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Analysis(ABC):
     """Base class of analyses; fields are options, of the command line too.
@@ -48,6 +73,10 @@ class Analysis(ABC):
     @abstractmethod
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         """Draw the table of `compute`; on the current axes by default."""
+
+    def findings(self, table: pl.DataFrame) -> list[Finding]:
+        """Return what the table has beside a figure of the paper."""
+        return []
 
     def figure(self, table: pl.DataFrame) -> Figure:
         """Draw the table in a figure of its own."""

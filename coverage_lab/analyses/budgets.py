@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, register
+from coverage_lab.analyses import Analysis, Finding, register
 from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import share_column
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Llama-3.1-8B, exact mass, 90% of the rows keep 95% of it.
-PAPER = {"fixed": "2.38", "profiled:per-kv_head": "1.73"}
+PAPER = {"one fixed count": "2.38", "a profile per KV head": "1.73"}
+RULES = {"fixed": "one fixed count", "profiled:per-kv_head": "a profile per KV head"}
 
 
 @register("budgets")
@@ -57,12 +58,25 @@ class Budgets(Analysis):
                     **{name: line[name] for name in ("policy", "reads", "tokens_over_oracle")},
                     "ci_low": line["ci_low"],
                     "ci_high": line["ci_high"],
-                    "paper": _paper(line["policy"]) if as_in_paper else None,
+                    "paper": PAPER.get(_rule(line["policy"])) if as_in_paper else None,
                 }
                 for line in found
             ],
             infer_schema_length=None,
         )
+
+    def findings(self, table: pl.DataFrame) -> list[Finding]:
+        return [
+            Finding(
+                f"tokens over the oracle set, {_rule(line['policy'])}",
+                line["tokens_over_oracle"],
+                line["paper"],
+                line["ci_low"],
+                line["ci_high"],
+                note=line["policy"].partition("/")[2],
+            )
+            for line in table.filter(pl.col("paper").is_not_null()).to_dicts()
+        ]
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt
@@ -87,6 +101,7 @@ class Budgets(Analysis):
         return ax
 
 
-def _paper(policy: str) -> str | None:
+def _rule(policy: str) -> str:
+    """Return what the paper calls the rule of a policy; its text where the paper has no word."""
     rule = policy.partition("/")[2]
-    return next((ratio for name, ratio in PAPER.items() if rule.startswith(name)), None)
+    return next((name for start, name in RULES.items() if rule.startswith(start)), rule)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, register
+from coverage_lab.analyses import Analysis, Finding, register
 from coverage_lab.analyses.lists import Lists, over_lists
 from coverage_lab.analyses.needs import steady
 from coverage_lab.bootstrap import interval
@@ -103,6 +103,19 @@ class Coarsening(Analysis):
                 }
             )
         return pl.DataFrame(lines, infer_schema_length=None)
+
+    def findings(self, table: pl.DataFrame) -> list[Finding]:
+        return [
+            Finding(
+                f"pages read, {self.policy}, {line['scheme']}",
+                line["reads"],
+                line["paper"],
+                line["low"],
+                line["high"],
+                "share",
+            )
+            for line in table.filter(pl.col("paper").is_not_null()).to_dicts()
+        ]
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, register
+from coverage_lab.analyses import Analysis, Finding, register
 from coverage_lab.analyses.needs import means, needed, quarters
 from coverage_lab.registry import unknown
 from coverage_lab.trace import Trace
@@ -16,6 +16,8 @@ from coverage_lab.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# "Only 9% in several others" (2.2.1).
+PAPER_GAMMA, PAPER_LEAST = 0.95, 0.09
 GROUPS = ("kv_head", "layer", "task", "context", "step")
 
 
@@ -56,6 +58,14 @@ class NeedMap(Analysis):
             rows = _cut(rows, "step", steps, "steps")
         names = {"kv_head": ["layer", "kv_head"], "step": ["steps"]}
         return means(rows, names.get(self.by, [self.by]), "fraction", self.seed)
+
+    def findings(self, table: pl.DataFrame) -> list[Finding]:
+        if "layer" not in table.columns or self.gamma != PAPER_GAMMA:
+            return []
+        layers = table.group_by("layer").agg(pl.col("fraction").mean()).sort("fraction")
+        least = layers.row(0, named=True)
+        note = f"layer {least['layer']}"
+        return [Finding("mean fraction, least needing layer", least["fraction"], PAPER_LEAST, note=note)]
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, register
+from coverage_lab.analyses import Analysis, Finding, register
 from coverage_lab.analyses.lists import Lists, Tally, over_lists
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import Trace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PAPER_OVERFLOW = 0.024
-PAPER = {"overflow": "40%", "reserve": "1.77"}
+PAPER_AT_ONE, PAPER_RESERVE = "40%", "1.77"
 MARGINS = tuple(np.round(np.arange(1.0, 4.001, 0.05), 2).tolist())
 SHOWN = (1.0, 1.25, 1.5, 2.0, 3.0)
 
@@ -78,11 +78,11 @@ class Slots(Analysis):
         for margin in sorted({*SHOWN, *([] if enough is None else [enough])}):
             note, paper = "", None
             if margin == 1:
-                paper = f"{PAPER['overflow']} overflow"
+                paper = f"{PAPER_AT_ONE} overflow"
             if margin == enough:
                 note = f"at most {self.overflow:.1%} overflow"
                 if self.overflow == PAPER_OVERFLOW:
-                    paper = f"reserves {PAPER['reserve']}"
+                    paper = f"reserves {PAPER_RESERVE}"
             lines.append(
                 {
                     "margin": margin,
@@ -94,6 +94,19 @@ class Slots(Analysis):
                 }
             )
         return pl.DataFrame(lines, infer_schema_length=None)
+
+    def findings(self, table: pl.DataFrame) -> list[Finding]:
+        found = []
+        for line in table.filter(pl.col("paper").is_not_null()).to_dicts():
+            if line["margin"] == 1:
+                what = "lists that overflow the pages of the step before"
+                found.append(
+                    Finding(what, line["overflow"], PAPER_AT_ONE, line["ci_low"], line["ci_high"], "share")
+                )
+            if line["note"]:
+                what = f"slots over pages needed, {line['note']}"
+                found.append(Finding(what, line["reserve"], PAPER_RESERVE))
+        return found
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt

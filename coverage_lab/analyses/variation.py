@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, register
+from coverage_lab.analyses import Analysis, Finding, register
 from coverage_lab.bootstrap import interval, ratio_interval, resample_weights
 from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import oracle_column
@@ -54,6 +54,12 @@ class Variation(Analysis):
     def compute(self, trace: Trace) -> pl.DataFrame:
         """Return the table of `compute` below."""
         return compute(trace, self.gamma, self.seed)
+
+    def findings(self, table: pl.DataFrame) -> list[Finding]:
+        return [
+            Finding(line["quantity"], line["value"], line["paper"], line["ci_low"], line["ci_high"])
+            for line in table.filter(pl.col("paper").is_not_null()).to_dicts()
+        ]
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt

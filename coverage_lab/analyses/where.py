@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, register
+from coverage_lab.analyses import Analysis, Finding, register
 from coverage_lab.analyses.lists import Lists, over_lists
 from coverage_lab.analyses.needs import steady
 from coverage_lab.bootstrap import interval, resample_weights
@@ -23,7 +23,7 @@ PAPER = {
     "least reading KV head": "0.037",
     "most reading KV head": "0.92",
     "median layer's most over least reading KV head": "4.0",
-    "largest of these": "16.6",
+    "largest of these ratios": "16.6",
     "most reading layer": "0.56-0.74 (layers 0-3)",
     "least reading layer": "about 0.25",
 }
@@ -90,6 +90,18 @@ class Where(Analysis):
                 )
         return pl.DataFrame(lines, infer_schema_length=None)
 
+    def findings(self, table: pl.DataFrame) -> list[Finding]:
+        return [
+            Finding(
+                f"{self.policy}, {line['what']} (paper: Qwen3-4B-Thinking, AIME)",
+                line["value"],
+                line["paper"],
+                line["ci_low"],
+                line["ci_high"],
+            )
+            for line in table.filter(pl.col("paper").is_not_null()).to_dicts()
+        ]
+
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt
         import seaborn
@@ -130,7 +142,7 @@ def _figures(fraction: np.ndarray) -> dict[str, np.ndarray]:
         "least reading layer": mean.min(-1),
         "most reading layer": mean.max(-1),
         "median layer's most over least reading KV head": np.median(ratio, -1),
-        "largest of these": ratio.max(-1),
+        "largest of these ratios": ratio.max(-1),
         # Of every layer:
         "mean of the layer": mean,
         "its least reading KV head": least,

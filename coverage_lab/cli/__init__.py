@@ -20,6 +20,7 @@ from coverage_lab.cli import (
     explain,
     fit_profile,
     replay,
+    report,
     reproduce,
     variation,
 )
@@ -49,6 +50,7 @@ app.command("compare-policies", context_settings={"allow_extra_args": True})(
 app.command("variation")(variation.variation)
 app.command("replay", context_settings={"allow_extra_args": True})(replay.replay)
 app.command("explain")(explain.explain)
+app.command("report")(report.report)
 app.command("fit-profile")(fit_profile.fit_profile)
 app.command("balance")(balance.balance)
 app.add_typer(datasets.app, name="datasets")

@@ -56,10 +56,10 @@ def write_records(
     if json_path is not None:
         finite = [_finite(record) for record in records]
         document = finite if head is None else {**_finite(head), "records": finite}
-        _write(json_path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+        write_text(json_path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     if csv_path is not None:
         frame = pl.DataFrame([_finite(record) for record in records], infer_schema_length=None)
-        _write(csv_path, frame.write_csv())
+        write_text(csv_path, frame.write_csv())
     return STDOUT in (json_path, csv_path)
 
 
@@ -130,7 +130,8 @@ def interval(low: float, high: float, form: str = ".2g") -> str:
     return "-" if math.isnan(low) or low == high == 0 else f"{low:{form}}..{high:{form}}"
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write text to a file, or to standard output."""
     if path == STDOUT:
         sys.stdout.write(text)
         return

@@ -23,7 +23,8 @@ from coverage_lab.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from coverage_lab.replay.reproduce import Finding, Report
+    from coverage_lab.analyses import Finding
+    from coverage_lab.replay.reproduce import Report
 
 app = typer.Typer(
     help="Run a comparison of the paper, and print its figures beside ours.", no_args_is_help=True

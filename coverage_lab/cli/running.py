@@ -1,4 +1,4 @@
-"""What verbs that run a model on the requests of a trace have in common."""
+"""What verbs that take their time over a trace have in common."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ PAUSE = 10
 
 
 @contextmanager
-def running(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+def running(
+    quiet: bool, first: str = "loading the model", unit: str = "runs"
+) -> Iterator[Callable[[str, int, int], None]]:
     """Show how far the runs are: a line that changes on a terminal, else one every few seconds."""
     console = Console(stderr=True)
-    with console.status("loading the model") as status:
+    with console.status(first) as status:
         if quiet:
             status.stop()
         said = time.monotonic()
 
         def progress(request: str, done: int, runs: int) -> None:
             nonlocal said
-            text = f"{request}: {done} of {runs} runs"
+            text = f"{request}: {done} of {runs} {unit}"
             if quiet:
                 return
             if console.is_terminal:

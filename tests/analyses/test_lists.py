@@ -146,7 +146,7 @@ def test_where(trace: Trace) -> None:
         ("least reading layer", min(map(np.mean, layers))),
         ("most reading layer", max(map(np.mean, layers))),
         ("median layer's most over least reading KV head", np.median(ratios)),
-        ("largest of these", max(ratios)),
+        ("largest of these ratios", max(ratios)),
     ):
         found = line(table, what=what, layer=None)
         assert found["value"] == pytest.approx(wanted)

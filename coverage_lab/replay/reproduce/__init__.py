@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coverage_lab.analyses import Finding
 from coverage_lab.replay.requests import Outcome, Progress
 
 
@@ -38,31 +39,6 @@ class Settings:
         """Return the options of a part: how much to run, and the file that keeps it."""
         output = None if self.directory is None else self.directory / f"{name}.jsonl"
         return {"limit": self.limit, "steps": self.steps, "output": output, "progress": self.progress}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A figure of ours beside the paper's.
-
-    Attributes
-    ----------
-    what : str
-    ours : float
-    paper : float or str or None
-        The paper's figure, or a range; None where it gives none.
-    low, high : float
-        95% interval over requests; NaN where there is none.
-    unit : {"share", "nats", "ratio", "ms", "log"}
-    note : str
-    """
-
-    what: str
-    ours: float
-    paper: float | str | None = None
-    low: float = float("nan")
-    high: float = float("nan")
-    unit: str = "ratio"
-    note: str = ""
 
 
 @dataclass(frozen=True)

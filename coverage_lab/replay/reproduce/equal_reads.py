@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from coverage_lab.analyses import Finding
 from coverage_lab.bootstrap import ratio_interval
 from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.policies.compare import matched
 from coverage_lab.policies.evaluate import PoliciesOf
 from coverage_lab.replay.report import replay, summarize
-from coverage_lab.replay.reproduce import Finding, Report, Settings
+from coverage_lab.replay.reproduce import Report, Settings
 from coverage_lab.trace import Trace
 
 BUDGETS = ("fixed", "proportional", "profiled")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coverage_lab.analyses import Finding
 from coverage_lab.bootstrap import ratio_interval
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.models import LoadedModel
@@ -21,7 +22,7 @@ from coverage_lab.replay.explain import explain
 from coverage_lab.replay.explain import summarize as summarize_heads
 from coverage_lab.replay.replay import PreparedRequest
 from coverage_lab.replay.report import replay, summarize
-from coverage_lab.replay.reproduce import Finding, Report, Settings, reads_and_divergence
+from coverage_lab.replay.reproduce import Report, Settings, reads_and_divergence
 from coverage_lab.replay.requests import over_requests
 from coverage_lab.trace import Trace
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coverage_lab.analyses import Finding
 from coverage_lab.bootstrap import interval, resample_weights
 from coverage_lab.collectors.attention import AttentionCall
 from coverage_lab.collectors.models import LoadedModel
@@ -24,7 +25,7 @@ from coverage_lab.policies.policy import parse_policy
 from coverage_lab.replay.block import Block
 from coverage_lab.replay.choice import Choice, Selector
 from coverage_lab.replay.replay import PreparedRequest
-from coverage_lab.replay.reproduce import Finding, Report, Settings
+from coverage_lab.replay.reproduce import Report, Settings
 from coverage_lab.replay.requests import over_requests
 from coverage_lab.trace import Trace
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coverage_lab.analyses import Finding
 from coverage_lab.bench.machine import describe
 from coverage_lab.collectors.attention import fresh_cache, refill
 from coverage_lab.collectors.models import LoadedModel, random_llama
@@ -24,7 +25,7 @@ from coverage_lab.policies.evaluate import needed_columns, policy_counts
 from coverage_lab.policies.policy import parse_policy
 from coverage_lab.replay.graph import WARM_UPS, CapturedStep
 from coverage_lab.replay.kernel import EveryPage, KernelAttention, selects, why_not
-from coverage_lab.replay.reproduce import Finding, Report, Settings
+from coverage_lab.replay.reproduce import Report, Settings
 from coverage_lab.trace import Trace
 
 POLICY = "mvar/coverage:0.98"

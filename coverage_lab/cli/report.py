@@ -1,0 +1,36 @@
+"""`coverage-lab report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from coverage_lab.cli.options import Quiet, Seed
+
+
+def report(
+    traces: Annotated[
+        list[Path], typer.Argument(metavar="TRACE...", help="Directories written by `coverage-lab collect`.")
+    ],
+    to: Annotated[Path, typer.Option("--output", "-o", help="The page, for example report.html.")],
+    seed: Seed = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write one page with every analysis of some traces, beside the paper's figures; it needs no network."""
+    from coverage_lab.analyses import report as page
+    from coverage_lab.cli import output
+    from coverage_lab.cli.running import running
+    from coverage_lab.errors import CoverageLabError
+    from coverage_lab.trace import Trace
+
+    output.check_outputs(to)
+    if to.is_dir():
+        raise CoverageLabError(f"{to} is a directory; name a file in it, report.html for example")
+    opened = [Trace(path) for path in traces]
+    with running(quiet, "reading the traces", "analyses") as progress:
+        text = page.build(opened, seed, progress)
+    output.write_text(to, text)
+    if not quiet and to != output.STDOUT:
+        print(f"{to}: {len(opened)} traces, {len(text) / 1e6:.1f} MB")
