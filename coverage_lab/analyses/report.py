@@ -80,8 +80,26 @@ class Source:
     requests: Sequence[Sequence[str]]
 
 
-def build(traces: Sequence[Trace], seed: int = 0, progress: Progress = lambda what, done, total: None) -> str:
-    """Return the page as HTML.
+@dataclass(frozen=True)
+class Page:
+    """The page, and what it has beside the paper.
+
+    Attributes
+    ----------
+    html : str
+        Whatever stands in a trace is escaped; figures are images within the page.
+    findings : list of dict
+        `figure, trace, ours, ci_low, ci_high, unit, paper, note`.
+    """
+
+    html: str
+    findings: list[dict[str, Any]]
+
+
+def build(
+    traces: Sequence[Trace], seed: int = 0, progress: Progress = lambda what, done, total: None
+) -> Page:
+    """Run every analysis on some traces.
 
     Parameters
     ----------
@@ -93,8 +111,7 @@ def build(traces: Sequence[Trace], seed: int = 0, progress: Progress = lambda wh
 
     Returns
     -------
-    str
-        Whatever stands in a trace is escaped; figures are images within the page.
+    Page
     """
     import matplotlib as mpl
     from jinja2 import Environment
@@ -117,13 +134,14 @@ def build(traces: Sequence[Trace], seed: int = 0, progress: Progress = lambda wh
     sources = [_source(label, trace) for label, trace in zip(labels, traces, strict=True)]
     template = resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
-    return page.render(
+    html = page.render(
         version=__version__,
         labels=labels,
         beside=_beside(findings, labels),
         sections=sections,
         sources=sources,
     )
+    return Page(html, _records(findings))
 
 
 def _kinds(seed: int) -> list[Analysis]:
@@ -170,6 +188,23 @@ def _beside(findings: dict[str, dict[str, Finding]], labels: Sequence[str]) -> l
         paper = first.paper if isinstance(first.paper, str) else _value(first.paper, first.unit)
         lines.append([what, paper, *(_ours(by_label.get(label)) for label in labels)])
     return lines
+
+
+def _records(findings: dict[str, dict[str, Finding]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "figure": what,
+            "trace": label,
+            "ours": finding.ours,
+            "ci_low": finding.low,
+            "ci_high": finding.high,
+            "unit": finding.unit,
+            "paper": finding.paper,
+            "note": finding.note,
+        }
+        for what, by_label in findings.items()
+        for label, finding in by_label.items()
+    ]
 
 
 def _ours(finding: Finding | None) -> str:

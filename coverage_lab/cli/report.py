@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from coverage_lab.cli.options import Quiet, Seed
+from coverage_lab.cli.options import CsvPath, JsonPath, Quiet, Seed
 
 
 def report(
@@ -16,21 +16,27 @@ def report(
     ],
     to: Annotated[Path, typer.Option("--output", "-o", help="The page, for example report.html.")],
     seed: Seed = 0,
+    json: JsonPath = None,
+    csv: CsvPath = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write one page with every analysis of some traces, beside the paper's figures; it needs no network."""
+    """Write one page with every analysis of some traces, beside the paper's figures; it needs no network.
+
+    --json and --csv have what stands beside the paper.
+    """
     from coverage_lab.analyses import report as page
     from coverage_lab.cli import output
     from coverage_lab.cli.running import running
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.trace import Trace
 
-    output.check_outputs(to)
+    output.check_outputs(to, json, csv)
     if to.is_dir():
         raise CoverageLabError(f"{to} is a directory; name a file in it, report.html for example")
     opened = [Trace(path) for path in traces]
     with running(quiet, "reading the traces", "analyses") as progress:
-        text = page.build(opened, seed, progress)
-    output.write_text(to, text)
-    if not quiet and to != output.STDOUT:
-        print(f"{to}: {len(opened)} traces, {len(text) / 1e6:.1f} MB")
+        made = page.build(opened, seed, progress)
+    output.write_text(to, made.html)
+    to_screen = output.write_records(made.findings, json, csv)
+    if not quiet and to != output.STDOUT and not to_screen:
+        print(f"{to}: {len(opened)} traces, {len(made.html) / 1e6:.1f} MB")

@@ -1,6 +1,7 @@
 """The page: whole without a network, everything of the traces escaped, in a browser where there is one."""
 
 import base64
+import json
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -78,7 +79,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> list[Trace]:
 
 @pytest.fixture(scope="module")
 def text(traces: list[Trace]) -> str:
-    return report.build(traces)
+    return report.build(traces).html
 
 
 def test_every_analysis_is_on_the_page(text: str, traces: list[Trace]) -> None:
@@ -134,12 +135,12 @@ def test_findings_are_those_of_the_table(name: str, traces: list[Trace]) -> None
 
 
 def test_the_same_traces_give_the_same_page(traces: list[Trace], text: str) -> None:
-    assert report.build(traces) == text
+    assert report.build(traces).html == text
 
 
 def test_what_a_trace_lacks_is_said_on_the_page(tmp_path: Path) -> None:
     shape = synthetic.Shape(requests=2, record="counts", page_size=64)
-    said = Page(report.build([Trace(synthetic.write(tmp_path / "t", shape))])).text
+    said = Page(report.build([Trace(synthetic.write(tmp_path / "t", shape))]).html).text
     assert "collect it with --record shares" in said
     assert "How the need varies" in said
 
@@ -170,6 +171,12 @@ def test_the_command(
     assert run(monkeypatch, *paths, "-o", str(tmp_path / "r.html"), "-q") == 0
     assert (tmp_path / "r.html").read_text(encoding="utf-8") == text
     assert capsys.readouterr().out == ""
+    assert run(monkeypatch, paths[0], "-o", str(tmp_path / "s.html"), "--json", "-") == 0
+    records = json.loads(capsys.readouterr().out)
+    table = analyses.get("variation")().compute(traces[0])
+    ours = {record["figure"]: record["ours"] for record in records}
+    for quantity, value in table.select("quantity", "value").iter_rows():
+        assert ours[quantity] == pytest.approx(value)
     for arguments, message in (
         ((*paths, "-o", str(tmp_path)), "is a directory; name a file in it"),
         ((*paths, "-o", str(tmp_path / "no" / "r.html")), "no directory"),
