@@ -10,6 +10,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from replay_tables import TABLES as REPLAY_TABLES
 from table_text import ROOT, load, markdown, percent
@@ -259,6 +260,45 @@ def slots() -> str:
     return markdown(["margin", "lists that overflow", "slots over pages needed"], rows)
 
 
+def findings() -> str:
+    records = load("findings")
+    traces = list(dict.fromkeys(line["trace"] for line in records))
+    figures: dict[str, dict[str, dict[str, Any]]] = {}
+    for line in records:
+        figures.setdefault(line["figure"], {})[line["trace"]] = line
+    rows = []
+    for figure, of in figures.items():
+        paper = next(iter(of.values()))["paper"]
+        rows.append([figure, str(paper), *(_beside_the_paper(of.get(trace)) for trace in traces)])
+    return markdown(["", "paper", *(trace.partition("-Instruct")[0] for trace in traces)], rows)
+
+
+def _beside_the_paper(line: dict[str, Any] | None) -> str:
+    if line is None:
+        return ""
+    form = percent if line["unit"] == "share" else "{:.2f}".format
+    text = form(line["ours"])
+    if line["ci_low"] is not None:
+        text += f" ({form(line['ci_low'])} to {form(line['ci_high'])})"
+    return f"{text}, {line['note']}" if line["note"] else text
+
+
+def scale() -> str:
+    result = load("analyses")
+    rows = [
+        [
+            f"`{name}`",
+            *(f"{of['seconds'][size]:.0f}" for size in ("middle", "large")),
+            f"{of['seconds_large_over_middle']:.1f}",
+            *(f"{of['peak_memory_mib'][size]:,}" for size in ("middle", "large")),
+        ]
+        for name, of in result["analyses"].items()
+    ]
+    middle, large = (f"{result['rows'][size] / 1e6:.0f}M rows" for size in ("middle", "large"))
+    header = ["analysis", f"seconds, {middle}", f"seconds, {large}", "ratio"]
+    return markdown([*header, f"peak MiB, {middle}", f"peak MiB, {large}"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "guarantee": guarantee,
     "reads": reads,
@@ -270,6 +310,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "aims": aims,
     "division": division,
     "slots": slots,
+    "findings": findings,
+    "scale": scale,
     **REPLAY_TABLES,
 }
 
