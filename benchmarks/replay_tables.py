@@ -85,7 +85,7 @@ def _ours(line: dict[str, Any]) -> str:
 
 def why() -> str:
     lines = [
-        {line["variant"]: line for line in load(f"explain_{model}") if line["what"] == "variants"}
+        {line["variant"]: line for line in load(f"explain_{model}")["records"] if line["what"] == "variants"}
         for model in MODELS
     ]
     rows = [
@@ -104,7 +104,7 @@ def why() -> str:
 def worst_heads() -> str:
     rows = []
     for model, title in MODELS.items():
-        heads = [line for line in load(f"explain_{model}") if line["what"] == "heads"]
+        heads = [line for line in load(f"explain_{model}")["records"] if line["what"] == "heads"]
         for line in heads[:4]:
             rows.append(
                 [

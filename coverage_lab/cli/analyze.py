@@ -36,9 +36,27 @@ class _Registered(TyperGroup):
 app = typer.Typer(cls=_Registered, help="Ask a recorded trace one question.", no_args_is_help=True)
 
 
-@app.callback()
-def _root() -> None:
-    pass
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    every: Annotated[
+        bool, typer.Option("--list", help="List the analyses, with what they show and where it is asked.")
+    ] = False,
+) -> None:
+    if not every:
+        return
+    if context.invoked_subcommand is not None:
+        from coverage_lab.errors import CoverageLabError
+
+        raise CoverageLabError(f"--list lists all analyses; leave out {context.invoked_subcommand}")
+    from coverage_lab.analyses import analyses
+    from coverage_lab.cli import output
+
+    kinds = {name: analyses.get(name) for name in analyses.names()}
+    width = max(map(len, kinds))
+    screen = output.console()
+    for name, kind in kinds.items():
+        screen.print(f"{name:{width}}  {kind.title} ({kind.source})", highlight=False, soft_wrap=True)
 
 
 def _command(kind: type[Analysis]) -> Callable[..., None]:

@@ -16,7 +16,9 @@ def collect(
         str,
         typer.Option(help="`smollm2`, a local directory, a .gguf file, or an id on the Hugging Face hub."),
     ] = "smollm2",
-    dataset: Annotated[str, typer.Option(help="longbench, ruler, docs, jsonl, text, ....")] = "docs",
+    dataset: Annotated[
+        str, typer.Option(help="What to read; `coverage-lab datasets list` has all.")
+    ] = "docs",
     data_dir: Annotated[Path | None, typer.Option(help="Directory or file of the data set.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Comma-separated tasks; all by default.")] = None,
     limit: Annotated[int | None, typer.Option(help="At most this many requests of each task.")] = None,

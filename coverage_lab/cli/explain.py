@@ -48,7 +48,7 @@ def explain(
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.policies.policy import parse_policy
     from coverage_lab.replay import explain as explaining
-    from coverage_lab.replay.requests import load_traced_model
+    from coverage_lab.replay.requests import load_traced_model, provenance
     from coverage_lab.trace import Trace
 
     output.check_outputs(to, json, csv, figure=figure)
@@ -61,7 +61,8 @@ def explain(
             data, loaded, asked, heads=heads, limit=limit, steps=steps, output=to, progress=progress
         )
     lines = explaining.summarize(outcome.records, seed)
-    if not output.write_records(lines, json, csv):
+    head = {"policy": str(asked), **provenance(data, loaded), "failed": outcome.failed}
+    if not output.write_records(lines, json, csv, head):
         show(lines, f"{loaded.identity['model']} under {asked}")
     if figure and outcome.records:
         output.save_figure(head_divergence.figure(head_divergence.to_frame(lines)), figure)

@@ -61,7 +61,7 @@ def replay(
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.policies.policy import parse_policy
     from coverage_lab.replay import report
-    from coverage_lab.replay.requests import load_traced_model
+    from coverage_lab.replay.requests import load_traced_model, provenance
     from coverage_lab.trace import Trace
 
     output.check_outputs(to, json, csv, figure=figure)
@@ -85,11 +85,18 @@ def replay(
             output=to,
             progress=progress,
         )
-    records = outcome.records
+    records, found = outcome.records, report.summarize(outcome.records, seed)
+    # A line a policy in CSV; JSON has the records of every request too.
+    head = {
+        **provenance(data, loaded),
+        "lists": lists,
+        "backend": backend,
+        "failed": outcome.failed,
+        "empty": outcome.empty,
+        "summary": found,
+    }
+    written = output.write_records(records, json, None, head)
     if records:
-        found = report.summarize(records, seed)
-        # A line a policy in CSV; JSON has the records of every request too.
-        written = output.write_records(records, json, None, {"summary": found})
         written |= output.write_records(found, None, csv)
         if not written:
             show(found, f"{loaded.identity['model']} under policies, {lists} lists", quiet)

@@ -62,7 +62,7 @@ def _traced(name: str) -> Any:
         from coverage_lab.cli.running import finish, running
         from coverage_lab.errors import CoverageLabError
         from coverage_lab.replay.reproduce import Settings
-        from coverage_lab.replay.requests import load_traced_model
+        from coverage_lab.replay.requests import load_traced_model, provenance
         from coverage_lab.trace import Trace
 
         output.check_outputs(json, csv)
@@ -78,7 +78,7 @@ def _traced(name: str) -> Any:
             settings = Settings(limit, steps, to, backend, seed, progress)
             report = comparison.run(data, loaded, settings)
         described = f"{loaded.identity['model']} in {loaded.identity['dtype']} on {loaded.identity['device']}"
-        write(report, described, json, csv)
+        write(report, described, provenance(data, loaded), json, csv)
         finish(report.joined(), quiet)
 
     command.__doc__ = _TRACED[name]
@@ -89,14 +89,28 @@ for _name in _TRACED:
     app.command(_name)(_traced(_name))
 
 
-def write(report: Report, described: str, json: Path | None, csv: Path | None) -> None:
-    """Write the findings where asked, or print them as a table."""
+def write(
+    report: Report, described: str, source: dict[str, Any], json: Path | None, csv: Path | None
+) -> None:
+    """Write the findings where asked, or print them as a table.
+
+    JSON has what is behind them too: the lines of the summary, and the figures of every run.
+    """
     from coverage_lab.cli import output
 
     requests = len({record["request_id"] for outcome in report.outcomes for record in outcome.records})
-    head = {"title": report.title, "model": described, "requests": requests, "lines": report.lines}
-    if report.machine:
-        head["machine"] = report.machine
+    joined = report.joined()
+    head = {
+        "title": report.title,
+        **source,
+        "requests": requests,
+        "failed": joined.failed,
+        "lines": report.lines,
+        "runs": [
+            {name: value for name, value in record.items() if not isinstance(value, list)}
+            for record in joined.records
+        ],
+    }
     if output.write_records([asdict(finding) for finding in report.findings], json, csv, head):
         return
     rows = [

@@ -284,7 +284,7 @@ def _locate(name: str) -> str:
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise CoverageLabError(f"no model file {name!r}")
+            raise CoverageLabError(f"no model file {name!r}; give the place where it is with --model")
         return str(_converted(path))
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -184,15 +184,17 @@ def matched(
     anchor: str | None = None,
     names: Collection[str] | None = None,
     progress: Progress = lambda what, done, total: None,
+    reads: float | None = None,
 ) -> PoliciesOf:
     """Return policies that read as much as an anchor, from the place of a request to what it is to run under.
 
     The anchor comes first, then every other budget (or those of some names) on its estimate; profiles are
-    those of the other half of the requests, as in `same_reads`.
+    those of the other half of the requests, as in `same_reads`. `reads`, pages kept over pages seen, takes
+    the place of the anchor's own on the trace.
     """
     reference = _anchor(trace, anchor)
     pace = _Pace(trace, "same reads", 5, progress)
-    families, chosen, _ = _matched(trace, reference, [reference.estimator.name], 1.0, pace, names)
+    families, chosen, _ = _matched(trace, reference, [reference.estimator.name], 1.0, pace, names, reads)
     others = [
         place
         for place, (family, level) in enumerate(zip(families, chosen, strict=True))
@@ -209,10 +211,11 @@ def _matched(
     target: float,
     pace: _Pace,
     names: Collection[str] | None = None,
+    reads: float | None = None,
 ) -> tuple[list[Family], np.ndarray, float]:
     """Return every budget on some estimates, the levels that read as much as `reference`, and these reads."""
     start = evaluate(trace, [reference], target, realised=False, progress=pace.step)
-    reads = float(start.kept.sum() / start.pages.sum())
+    reads = float(start.kept.sum() / start.pages.sum()) if reads is None else reads
     fitted = group_counts(
         trace,
         [replace(reference, estimator=estimators.get(name)(), granularity="kv_head") for name in estimators_],

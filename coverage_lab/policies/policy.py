@@ -103,6 +103,8 @@ class Policy:
         CoverageLabError
             If the text is malformed, or names an unknown estimator, budget, option or granularity.
         """
+        if text.rstrip().endswith(_WITHIN.rstrip()):
+            raise CoverageLabError(f"policy {text!r}: a policy that gives the candidates follows within")
         text, chained, candidates = text.partition(_WITHIN)
         within = cls.parse(candidates) if chained else None
         head, slash, rest = text.strip().partition("/")

@@ -238,7 +238,7 @@ def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str
                 groups.setdefault(tuple(record[name] for name in names), []).append(record)
         found = [_line(what, dict(zip(names, key, strict=True)), own, seed) for key, own in groups.items()]
         if what == "heads":
-            floor = next(line["kl"] for line in lines if line["variant"] == NOTHING_DROPPED)
+            floor = next((line["kl"] for line in lines if line["variant"] == NOTHING_DROPPED), 0.0)
             above = [max(line["kl"] - floor, 0.0) for line in found]
             total = sum(above)
             found = [

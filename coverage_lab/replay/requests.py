@@ -11,6 +11,7 @@ from typing import Any
 
 import polars as pl
 
+from coverage_lab.bench.machine import describe
 from coverage_lab.collectors.models import LoadedModel, load_model
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.replay.journal import Journal
@@ -66,6 +67,20 @@ def load_traced_model(trace: Trace, name: str | None = None, device: str | None 
             "give the right one with --model"
         )
     return loaded
+
+
+def provenance(trace: Trace, loaded: LoadedModel) -> dict[str, Any]:
+    """Return what figures come from: the trace, the model, the device and versions, as a JSON object."""
+    run = trace.manifest["run"]
+    return {
+        "model": dict(loaded.identity),
+        "trace": {
+            **{name: run.get(name) for name in ("page_size", "decode", "steps", "max_prompt_tokens")},
+            "dataset": run["dataset"]["name"],
+            "manifest": _identity(trace, loaded)["trace"],
+        },
+        "machine": describe(loaded.model.device),
+    }
 
 
 def over_requests(
@@ -133,8 +148,7 @@ def over_requests(
             line["decoded_ids"] = line["decoded_ids"][:steps]
             try:
                 found = [{**common, **record} for record in work(line, after)]
-            except (CoverageLabError, RuntimeError, ValueError) as error:
-                # Running out of memory is one of these.
+            except Exception as error:  # of the model, of Triton, of the device: the others go on
                 failed[name] = " ".join(str(error).split())[:200] or type(error).__name__
             else:
                 records += found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -141,6 +142,14 @@ class Trace:
         if not found:
             raise CoverageLabError(f"{self.path} has no rows: no request was recorded; see {schema.REQUESTS}")
         return found
+
+    def only(self, request_ids: Collection[str]) -> Trace:
+        """Return the trace of some requests alone, in the order of the whole."""
+        part = copy(self)
+        part.shards = [shard for shard in self.shards if shard.request_id in request_ids]
+        part.requests = self.requests.filter(pl.col("request_id").is_in(list(request_ids)))
+        part.__dict__.pop("max_pages", None)
+        return part
 
     @cached_property
     def max_pages(self) -> int:

@@ -103,6 +103,18 @@ def test_unknown_names_and_columns_are_one_line(
         assert (said.out, said.err.count("\n")) == ("", 1)
 
 
+def test_the_list_names_every_analysis(
+    trace: Trace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == analyses.names()
+    for line, name in zip(lines, analyses.names(), strict=True):
+        assert line.endswith(f"{analyses.get(name).title} ({analyses.get(name).source})")
+    assert run(monkeypatch, "--list", "sinks", str(trace.path)) == 2
+    assert "leave out sinks" in capsys.readouterr().err
+
+
 # What they find
 
 

@@ -167,7 +167,7 @@ def test_a_text_says_everything() -> None:
         ("mvar/coverage:0.9,page_size=48", "page size 48 is not a power of two"),
         ("mvar/coverage:0.9,page_size=x", "page_size='x' is no whole number"),
         ("mvar/coverage:0.9,compensate=median", "unknown compensation 'median'"),
-        ("mvar/coverage:0.9 within ", "not of the form"),
+        ("mvar/coverage:0.9 within ", "that gives the candidates follows within"),
         ("exact/fixed:3 within mvar/fixed:9,compensate=mean", "compensates for nothing; leave out"),
         ("mvar/coverage:0.9 within quest/fixd:3", "unknown budget 'fixd'"),
         ("mvar/profiled:missing.json", "no profile 'missing.json'; coverage-lab fit-profile"),

@@ -759,7 +759,9 @@ def test_comparisons_without_a_layer_or_a_request(
         granularity.run(None, models["mistral"], Settings())  # type: ignore[arg-type]
     monkeypatch.setattr(equal_reads, "matched", lambda *rest: lambda place: [])
     monkeypatch.setattr(equal_reads, "replay", lambda *rest, **options: Outcome([], {"a": "no memory"}, 0))
-    report = equal_reads.run(None, models["llama"], Settings())  # type: ignore[arg-type]
+    geometry = {"query_heads": 4, "kv_heads": 2, "layers": [{"layer": 0}]}
+    trace: Any = SimpleNamespace(require=lambda columns: None, geometry=geometry, page_size=64)
+    report = equal_reads.run(trace, models["llama"], Settings())
     assert (report.findings, report.joined().failed) == ([], {"a": "no memory"})
 
 

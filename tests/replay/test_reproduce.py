@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from coverage_lab.errors import CoverageLabError
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.block import Block
 from coverage_lab.replay.replay import replay_request
-from coverage_lab.replay.report import replay, summarize
+from coverage_lab.replay.report import CONTROL, replay, summarize
 from coverage_lab.replay.reproduce import (
     Finding,
     Report,
@@ -454,7 +455,7 @@ class TestEqualReads:
 
     @pytest.fixture(scope="class")
     def ran(self, trace: Trace, loaded: LoadedModel) -> tuple[Report, Callable[[int], list[Policy]]]:
-        """The report, and from the place of a request to its policies."""
+        """The report, and from the place of a request to the policies that were matched."""
         given = []
 
         def noted(trace: Trace, loaded: LoadedModel, policies: Any, **options: Any) -> Outcome:
@@ -464,11 +465,17 @@ class TestEqualReads:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(equal_reads, "replay", noted)
             report = equal_reads.run(trace, loaded, Settings())
-        (policies_of,) = given
+        anchors, policies_of = given
+        assert [str(policy) for policy in anchors] == list(self.ANCHORS)
         return report, policies_of
 
-    def test_policies_read_as_much_as_the_anchor_on_the_trace(self, trace: Trace, ran: Any):
-        _, policies_of = ran
+    def records(self, report: Report) -> list[dict[str, Any]]:
+        """Of both runs; the control ran in each."""
+        rule, others = report.outcomes
+        return rule.records + [record for record in others.records if record["policy"] != CONTROL]
+
+    def test_policies_read_as_much_as_the_anchor_did(self, trace: Trace, ran: Any):
+        report, policies_of = ran
         reads = []
         for policies in zip(policies_of(0), policies_of(1), strict=True):
             kept = pages = 0
@@ -479,22 +486,23 @@ class TestEqualReads:
                 kept += sum(line["kept"] for line in own)
                 pages += sum(line["pages"] for line in own)
             reads.append(kept / pages)
-        assert len(reads) == 2 * (1 + len(self.FAMILIES))
-        for start in (0, 5):
-            assert 0.3 < reads[start] < 0.7
-            assert reads[start + 1 : start + 5] == pytest.approx([reads[start]] * 4, rel=0.02)
+        assert len(reads) == 2 * len(self.FAMILIES)
+        lines = {line["policy"]: line for line in report.lines}
+        for anchor, start in zip(self.ANCHORS, (0, 4), strict=True):
+            assert 0.3 < lines[anchor]["reads"] < 0.7
+            assert reads[start : start + 4] == pytest.approx([lines[anchor]["reads"]] * 4, rel=0.02)
 
     def test_profiles_are_those_of_the_other_half(self, trace: Trace, ran: Any):
         _, policies_of = ran
         checked = 0
-        for anchor, start in zip(self.ANCHORS, (0, 5), strict=True):
+        for anchor, start in zip(self.ANCHORS, (0, 4), strict=True):
             kept: dict[tuple[int, int, int], list[int]] = {}
             for line in plain.evaluate(trace, parse_policy(anchor), 0.95):
                 row = line["row"]
                 kept.setdefault((row.request % 2, row.layer, row.kv_head), []).append(line["kept"])
             for place in range(REQUESTS):
                 other = 1 - place % 2
-                for policy in policies_of(place)[start : start + 5]:
+                for policy in policies_of(place)[start : start + 4]:
                     if policy.budget.name != "profiled":
                         continue
                     for layer, counts in enumerate(policy.budget.table.counts):
@@ -515,7 +523,7 @@ class TestEqualReads:
     ):
         """Tasks come in turn, so that a request is not run in the order of its place."""
         report, policies_of = ran
-        records = {(record["request_id"], record["policy"]): record for record in report.outcomes[0].records}
+        records = {(record["request_id"], record["policy"]): record for record in self.records(report)}
         differs = 0
         for place, (name, line) in enumerate(lines_of(trace).items()):
             for number, policy in enumerate(policies_of(place)):
@@ -533,8 +541,8 @@ class TestEqualReads:
         report, policies_of = ran
         pairs = [
             (anchor, str(policy))
-            for anchor, start in zip(self.ANCHORS, (0, 5), strict=True)
-            for policy in policies_of(0)[start + 1 : start + 5]
+            for anchor, start in zip(self.ANCHORS, (0, 4), strict=True)
+            for policy in policies_of(0)[start : start + 4]
         ]
         self.check(report, pairs)
         names = [finding.what for finding in report.findings[::2]]
@@ -543,16 +551,12 @@ class TestEqualReads:
             for anchor in self.ANCHORS
             for family in self.FAMILIES
         ]
-        assert repr(report.lines) == repr(summarize(report.outcomes[0].records))
+        assert repr(report.lines) == repr(summarize(self.records(report)))
 
     def check(self, report: Report, pairs: Sequence[tuple[str, str]]) -> None:
         for number, pair in enumerate(pairs):
             mine, theirs = (
-                {
-                    record["request_id"]: record
-                    for record in report.outcomes[0].records
-                    if record["policy"] == text
-                }
+                {record["request_id"]: record for record in self.records(report) if record["policy"] == text}
                 for text in pair
             )
             sums = [sum(r["kl_mean"] * r["steps"] for r in own.values()) for own in (mine, theirs)]
@@ -572,17 +576,22 @@ class TestEqualReads:
         self, trace: Trace, loaded: LoadedModel, ran: Any, monkeypatch: pytest.MonkeyPatch
     ):
         """Made-up records of two requests: one is long and close, the other short and far."""
-        pairs, real = [], ran[0].outcomes[0].records[0]
+        pairs, real, whole = [], ran[0].outcomes[0].records[0], trace
 
         def stand_in(trace: Trace, loaded: LoadedModel, policies: Any, **options: Any) -> Outcome:
             records = []
-            for number, policy in enumerate(policies(0)):
+            anchors = not callable(policies)
+            for place, policy in enumerate(policies if anchors else policies(0)):
+                # As if all ran at once, each anchor before its four.
+                number = 5 * place if anchors else place + place // 4 + 1
                 base = {**real, "policy": str(policy), "pages": 100}
-                for request, steps, divergence in (("a", 30, 0.1), ("b", 2, 0.5 - 0.2 * (number in (0, 5)))):
+                names = [shard.request_id for shard in whole.shards[:2]]
+                far = 0.5 - 0.2 * (number in (0, 5))
+                for request, steps, divergence in zip(names, (30, 2), (0.1, far), strict=True):
                     divergence += 0.01 * number
                     kl = {"kl_mean": divergence, "kl": [divergence] * steps, "kept": 10 + number}
                     records.append({**base, "request_id": request, "steps": steps, **kl})
-                if number not in (0, 5):
+                if not anchors:
                     pairs.append((self.ANCHORS[number // 5], str(policy)))
             return Outcome(records, {}, 0)
 
@@ -663,9 +672,9 @@ class TestTimePerToken:
         }
         assert table == tpot.PAPER_8B
         timed = {
-            tpot.SDPA: tpot.Timed(30.0, 1.0),
-            tpot.EVERY: tpot.Timed(20.0, 1.0),
-            tpot.RULE: tpot.Timed(8.0, 0.25),
+            tpot.SDPA: tpot.Timed(30.0, 1.0, 0.0),
+            tpot.EVERY: tpot.Timed(20.0, 1.0, 1e-4),
+            tpot.RULE: tpot.Timed(8.0, 0.25, 0.01),
         }
         for shape, (dense, rule, ratio) in table.items():
             found = tpot._findings("shape", timed, tpot.PAPER_8B[shape])
@@ -680,6 +689,20 @@ class TestTimePerToken:
             assert found[4].paper == ratio
             assert found[4].note == "the rule reads 25.0%"
         assert not [finding for finding in tpot._findings("own", timed, None) if finding.paper is not None]
+
+    def test_arms_that_say_something_else_are_refused(self):
+        generator = torch.Generator().manual_seed(0)
+        dense = 3 * torch.randn(4, 50, generator=generator)
+        near = {tpot.SDPA: dense, tpot.EVERY: dense + 0.01, tpot.RULE: dense.clone()}
+        near[tpot.RULE][:, 0] += 1
+        apart = tpot.check(near)
+        assert [apart[tpot.SDPA], apart[tpot.EVERY]] == pytest.approx([0, 0], abs=1e-6)
+        p, q = (near[name].double().softmax(-1) for name in (tpot.SDPA, tpot.RULE))
+        assert apart[tpot.RULE] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()))
+        for name in (tpot.EVERY, tpot.RULE):
+            for wrong in (3 * torch.randn(4, 50, generator=generator), dense * torch.nan):
+                with pytest.raises(CoverageLabError, match="nats from dense SDPA"):
+                    tpot.check(near | {name: wrong})
 
 
 @pytest.mark.parametrize("comparison", [estimators, equal_reads, granularity])
@@ -743,7 +766,11 @@ class TestCommand:
         report, other = (gamma.run(trace, loaded, Settings(limit=4, seed=seed)) for seed in (3, 0))
         assert document["requests"] == 4
         assert document["title"] == report.title
-        assert document["model"] == f"{root / 'model'} in float32 on cpu"
+        assert document["model"]["model"] == str(root / "model")
+        assert (document["model"]["dtype"], document["model"]["device"]) == ("float32", "cpu")
+        assert document["machine"]["versions"]["torch"] == metadata.version("torch")
+        assert len(document["runs"]) == 4 * len(document["lines"])
+        assert len({run["request_id"] for run in document["runs"]}) == 4
         assert [line["kl_mean"] for line in document["lines"]] == [line["kl_mean"] for line in report.lines]
         assert document["lines"][0]["vs_first"] is None  # JSON has no NaN
         found = [(line["what"], line["ours"], line["low"]) for line in document["records"][1::2]]

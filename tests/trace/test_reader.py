@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import synthetic
 
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import Trace, schema
@@ -216,3 +217,15 @@ class TestFaults:
         assert len({schema.oracle_column(gamma) for gamma in gammas}) == len(gammas)
         assert schema.oracle_column(0.95) == "oracle_pages_0.95"
         assert schema.oracle_column(1.0) == "oracle_pages_1"
+
+
+def test_some_requests_alone(tmp_path: Path) -> None:
+    trace = Trace(synthetic.write(tmp_path / "t", synthetic.Shape(requests=4, pages=(3, 40), seed=2)))
+    names = [shard.request_id for shard in trace.shards]
+    part = trace.only({names[3], names[1]})
+    assert [shard.request_id for shard in part.shards] == [names[1], names[3]]
+    assert part.requests["request_id"].to_list() == [names[1], names[3]]
+    assert set(part.scan().select("request_id").collect()["request_id"]) == {names[1], names[3]}
+    assert part.max_pages == max(shard.max_pages for shard in (trace.shards[1], trace.shards[3]))
+    assert [span.request for span in part.spans(["share"])] == [0, 1]
+    assert len(trace.shards) == len(trace.requests) == 4

@@ -53,15 +53,12 @@ class Report:
         Of the runs behind it.
     lines : list of dict
         What is behind the findings: the summary of a replay, or times.
-    machine : dict
-        Where times were measured.
     """
 
     title: str
     findings: list[Finding]
     outcomes: list[Outcome] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)
 
     def joined(self) -> Outcome:
         """Return the outcomes as one."""

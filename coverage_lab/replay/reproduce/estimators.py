@@ -40,6 +40,8 @@ PAPER_ERRORS = {"mean": "-7 to -5", "mvar": "about -3"}
 DOMINANT, NOTABLE = 0.5, 0.01
 # The heads are taken apart on few requests and steps: each takes a run a head.
 REQUESTS_APART, STEPS_APART = 4, 16
+# Heads that are named.
+NAMED = 5
 
 
 def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
@@ -55,17 +57,25 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
     apart = explain(trace, loaded, parse_policy("mean/coverage:0.98"), **part)
     heads = [line for line in summarize_heads(apart.records, settings.seed) if line["what"] == "heads"]
     if heads:
-        worst = heads[0]
-        findings.append(
+        heads.sort(key=lambda line: -line["share"])
+        reached = np.cumsum([line["share"] for line in heads])
+        half = heads[: int(np.searchsorted(reached, 0.5)) + 1]
+        apart_on = f"each alone, {heads[0]['requests']} requests"
+        findings += [
             Finding(
                 "mean/coverage:0.98: KL of the worst KV head over the sum of all",
-                worst["share"],
+                heads[0]["share"],
                 "almost all",
                 unit="share",
-                note=f"layer {worst['layer']}, KV head {worst['kv_head']}, each alone, "
-                f"{worst['requests']} requests",
-            )
-        )
+                note=f"{_name(heads[0])}, {apart_on}",
+            ),
+            Finding(
+                "mean/coverage:0.98: KV heads that carry half of that sum, of all",
+                len(half) / len(heads),
+                unit="share",
+                note=f"{len(half)} of {len(heads)}: {'; '.join(map(_name, half[:NAMED]))}",
+            ),
+        ]
     outlying = outlying_pages(trace, loaded, settings)
     for name, paper in PAPER_ERRORS.items():
         own = [record for record in outlying.records if record["estimator"] == name and record["pages"]]
@@ -88,6 +98,10 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
                 )
             )
     return Report("Estimators of the mass of a page", findings, [outcome, apart, outlying], lines)
+
+
+def _name(line: dict[str, Any]) -> str:
+    return f"layer {line['layer']}, KV head {line['kv_head']}"
 
 
 def outlying_pages(trace: Trace, loaded: LoadedModel, settings: Settings) -> Any:

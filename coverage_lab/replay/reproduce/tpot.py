@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import kl_div
 
 from coverage_lab.analyses import Finding
-from coverage_lab.bench.machine import describe
 from coverage_lab.collectors.attention import fresh_cache, refill
 from coverage_lab.collectors.models import LoadedModel, random_llama
 from coverage_lab.errors import CoverageLabError
@@ -50,6 +50,8 @@ PAPER_8B = {
     (65536, 8): (19.56, 7.45, 2.62),
 }
 SDPA, EVERY, RULE = "dense, SDPA", "dense, every page on the kernels", POLICY
+# Nats from SDPA: rounding where every page is read; a wrong list or page is far more than a rule costs.
+MOST_APART = {EVERY: 0.02, RULE: 1.0}
 
 
 def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
@@ -81,7 +83,7 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
         timed = _time(model, trace.page_size, batch, tokens, _random_keys(batch, tokens, device), counts)
         findings += _findings(f"8B shape, {tokens} tokens x {batch}", timed, paper)
         lines += _lines("8B shape", tokens, batch, timed)
-    return Report("Time per output token, ms", findings, lines=lines, machine=describe(device))
+    return Report("Time per output token, ms", findings, lines=lines)
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,13 @@ class Timed:
         A token.
     reads : float
         Pages kept over pages seen.
+    kl : float
+        Of the first timed step's next tokens to those of SDPA, mean over the batch, nats.
     """
 
     ms: float
     reads: float
+    kl: float
 
 
 def _time(
@@ -123,6 +128,7 @@ def _time(
             lengths.fill_(1)
             steps[name] = CapturedStep(model, cache, kernels, lengths, room)
         times: dict[str, list[float]] = {name: [] for name in arms}
+        said: dict[str, Tensor] = {}
         for _ in range(ROUNDS):
             for name, kernels in arms.items():
                 refill(cache, source, tokens)
@@ -132,7 +138,7 @@ def _time(
                 steps[name].begin(tokens)
                 fed = torch.ones(batch, 1, dtype=torch.long, device=device)
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                steps[name](fed)
+                said[name] = steps[name](fed)
                 start.record()
                 for _ in range(STEPS):
                     fed = steps[name](fed).argmax(-1, keepdim=True)
@@ -140,10 +146,38 @@ def _time(
                 end.synchronize()
                 times[name].append(start.elapsed_time(end) / STEPS)
         kept, seen = rule.reads.tolist()
+    apart = check(said)
     return {
-        name: Timed(statistics.median(found), kept / seen if name == RULE else 1.0)
+        name: Timed(statistics.median(found), kept / seen if name == RULE else 1.0, apart[name])
         for name, found in times.items()
     }
+
+
+def check(said: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the divergence of every arm's next tokens from those of SDPA; times of wrong arms are no times.
+
+    Parameters
+    ----------
+    said : mapping of str to Tensor
+        Logits `[B, vocabulary]` of each arm, of the same step.
+
+    Raises
+    ------
+    CoverageLabError
+        If an arm says something else than dense attention: beyond rounding where it reads every page, by far
+        where the rule chooses.
+    """
+    dense = said[SDPA].double().log_softmax(-1)
+    apart = {
+        name: float(kl_div(logits.double().log_softmax(-1), dense, reduction="batchmean", log_target=True))
+        for name, logits in said.items()
+    }
+    for name, most in MOST_APART.items():
+        if not apart[name] <= most:
+            raise CoverageLabError(
+                f"{name} is {apart[name]:.3g} nats from dense SDPA, over {most:g}: a fault of the kernels"
+            )
+    return apart
 
 
 def _findings(what: str, timed: dict[str, Timed], paper: tuple[float, float, float] | None) -> list[Finding]:
@@ -175,7 +209,10 @@ def _findings(what: str, timed: dict[str, Timed], paper: tuple[float, float, flo
 
 def _lines(model: str, tokens: int, batch: int, timed: dict[str, Timed]) -> list[dict[str, Any]]:
     shape = {"model": model, "tokens": tokens, "batch": batch}
-    return [{**shape, "arm": name, "ms": found.ms, "reads": found.reads} for name, found in timed.items()]
+    return [
+        {**shape, "arm": name, "ms": found.ms, "reads": found.reads, "kl": found.kl}
+        for name, found in timed.items()
+    ]
 
 
 def kept_shares(trace: Trace) -> list[np.ndarray]:
