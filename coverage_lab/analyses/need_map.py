@@ -15,6 +15,7 @@ from coverage_lab.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # "Only 9% in several others" (2.2.1).
 PAPER_GAMMA, PAPER_LEAST = 0.95, 0.09
@@ -66,6 +67,13 @@ class NeedMap(Analysis):
         least = layers.row(0, named=True)
         note = f"layer {least['layer']}"
         return [Finding("mean fraction, least needing layer", least["fraction"], PAPER_LEAST, note=note)]
+
+    def figure(self, table: pl.DataFrame) -> Figure:
+        if "kv_head" not in table.columns:
+            return super().figure(table)
+        from coverage_lab.analyses import variation
+
+        return variation.figure(table, f"Mean size of C*({self.gamma:g})")
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt
