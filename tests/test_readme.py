@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.main import get_command
 
 from coverage_lab.cli import app
@@ -37,7 +38,8 @@ def test_commands_exist(page: Path) -> None:
     """Every command and option that a page names is one that `--help` lists."""
     text = page.read_text(encoding="utf-8")
     lines = re.findall(
-        r"(?m)(?:^|`)coverage-lab ((?:bench |reproduce )?[a-z-]+(?:\|[a-z|-]+)?)([^`\n#]*)", text
+        r"(?m)(?:^|`)coverage-lab ((?:analyze |bench |datasets |reproduce )?[a-z-]+(?:\|[a-z|-]+)?)([^`\n#]*)",
+        text,
     )
     assert lines
     for names, rest in lines:
@@ -45,7 +47,8 @@ def test_commands_exist(page: Path) -> None:
         for verb in words[-1].split("|"):
             command: Any = get_command(app)
             for word in [*words[:-1], verb]:
-                command = command.commands[word]
+                command = command.get_command(typer.Context(command), word)
+                assert command is not None, words
             known = {option for parameter in command.params for option in parameter.opts}
             assert set(options) <= known | {"--help"}, (verb, options)
 
