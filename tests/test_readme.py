@@ -38,7 +38,8 @@ def test_commands_exist(page: Path) -> None:
     """Every command and option that a page names is one that `--help` lists."""
     text = page.read_text(encoding="utf-8")
     lines = re.findall(
-        r"(?m)(?:^|`)coverage-lab ((?:analyze |bench |datasets |reproduce )?[a-z-]+(?:\|[a-z|-]+)?)([^`\n#]*)",
+        r"(?m)(?:^|`)coverage-lab ((?:(?:analyze|bench|datasets|reproduce) )?[a-z][a-z-]*(?:\|[a-z|-]+)?)"
+        r"([^`\n#]*)",
         text,
     )
     assert lines
@@ -46,8 +47,10 @@ def test_commands_exist(page: Path) -> None:
         words, options = names.split(), re.findall(r"--[a-z-]+", rest)
         for verb in words[-1].split("|"):
             command: Any = get_command(app)
+            context = None
             for word in [*words[:-1], verb]:
-                command = command.get_command(typer.Context(command), word)
+                context = typer.Context(command, parent=context)
+                command = command.get_command(context, word)
                 assert command is not None, words
             known = {option for parameter in command.params for option in parameter.opts}
             assert set(options) <= known | {"--help"}, (verb, options)
