@@ -61,7 +61,7 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     ax.grid(color="0.9")
     ax.set_axisbelow(True)
     if drawn.height:
-        ax.legend(frameon=False)
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     seaborn.despine(ax=ax)
     return ax
 
@@ -70,6 +70,6 @@ def figure(table: pl.DataFrame) -> Figure:
     """Draw the curves in a figure of their own."""
     import matplotlib.pyplot as plt
 
-    drawn, ax = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
+    drawn, ax = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
     plot(table, ax)
     return drawn

@@ -14,7 +14,7 @@ from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.pages import check_page_size
 from coverage_lab.policies.budgets.profiled import Profiled
-from coverage_lab.policies.policy import Policy
+from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.block import geometry
 from coverage_lab.replay.choice import Selector
 from coverage_lab.replay.graph import CapturedStep
@@ -66,7 +66,7 @@ class Decoder:
     Parameters
     ----------
     loaded : LoadedModel
-    policy : Policy, optional
+    policy : Policy or str, optional
         Dense attention by default.
     page_size : int
         Tokens a page, where the policy does not say.
@@ -99,7 +99,7 @@ class Decoder:
     def __init__(
         self,
         loaded: LoadedModel,
-        policy: Policy | None = None,
+        policy: Policy | str | None = None,
         page_size: int = 64,
         *,
         backend: str | None = None,
@@ -107,6 +107,8 @@ class Decoder:
         graph: bool = False,
     ) -> None:
         check_page_size(page_size)
+        if isinstance(policy, str):
+            policy = parse_policy(policy)
         if policy is not None:
             check_policy(policy, loaded, page_size)
         self.loaded, self.policy, self.page_size = loaded, policy, page_size
@@ -135,12 +137,8 @@ class Decoder:
         CoverageLabError
             For prompts of several lengths, a batch that can't be run as one, or too many tokens.
         """
-        lengths = {len(prompt) for prompt in prompts}
-        if len(lengths) != 1 or 0 in lengths:
-            raise CoverageLabError(
-                "prompts that decode together must have the same length, of one token or more"
-            )
-        (length,) = lengths
+        ids = self._token_ids(prompts)
+        length = ids.shape[1]
         self._check_room(length)
         if len(prompts) > 1 and self.policy is not None and not self._fused:
             raise CoverageLabError(
@@ -152,7 +150,26 @@ class Decoder:
         if self.policy is not None and not self._fused:
             selector = Selector(self.policy, self.page_size, self.loaded.model.dtype)
             self._attention = SparseAttention(selector, kernels=self.backend == "triton")
-        return self._read(torch.tensor([list(prompt) for prompt in prompts]))
+        return self._read(ids)
+
+    def _token_ids(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Return prompts as `[B, tokens]`, or raise CoverageLabError if they are no tokens of the model."""
+        if len({len(prompt) for prompt in prompts}) != 1 or not len(prompts[0]):
+            raise CoverageLabError("prompts must have a token or more, and in one batch as many each")
+        try:
+            ids = torch.as_tensor([list(prompt) for prompt in prompts])
+        except (ValueError, TypeError, RuntimeError):
+            ids = torch.zeros(0)
+        if ids.ndim != 2 or ids.is_floating_point():
+            raise CoverageLabError(
+                "a prompt is a list of token ids; loaded.tokenizer(text).input_ids makes one"
+            )
+        embeddings: Any = self.loaded.model.get_input_embeddings()
+        size = len(embeddings.weight)
+        if ids.min() < 0 or ids.max() >= size:
+            wrong = int(ids.min() if ids.min() < 0 else ids.max())
+            raise CoverageLabError(f"token {wrong} is not one of the model's {size:,}")
+        return ids
 
     def _read(self, prompts: Tensor) -> Tensor:
         model, layers = self.loaded.model, self.loaded.layers
@@ -213,7 +230,12 @@ class Decoder:
         return logits
 
     def generate(self, prompt: Sequence[int], steps: int, stop_ids: Collection[int] = ()) -> list[int]:
-        """Return the greedy answer to a prompt: at most `steps` tokens, without the one that ends it."""
+        """Return the greedy answer to one prompt: at most `steps` tokens, without the one that ends it.
+
+        For a batch, `prefill` and `step`.
+        """
+        if steps < 0:
+            raise CoverageLabError(f"{steps} steps; give how many tokens the answer may have")
         logits, answer = self.prefill([prompt]), list[int]()
         while len(answer) < steps:
             token = int(logits[0].argmax())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -49,7 +50,10 @@ class Journal:
         for number, line in enumerate(lines, 2):
             try:
                 request = json.loads(line)
-                self.finished[request["request_id"]] = list(request["records"])
+                name, records = request["request_id"], list(request["records"])
+                if request["sha256"] != _digest(records):
+                    raise ValueError
+                self.finished[name] = records
             except (ValueError, TypeError, KeyError):
                 raise CoverageLabError(
                     f"line {number} of {path} is damaged; restore it, or give another --output"
@@ -75,7 +79,8 @@ class Journal:
         return self._places.get(request_id, len(self._places))
 
     def _line(self, request_id: str) -> str:
-        return json.dumps({"request_id": request_id, "records": self.finished[request_id]}) + "\n"
+        records = self.finished[request_id]
+        return json.dumps({"request_id": request_id, "sha256": _digest(records), "records": records}) + "\n"
 
     def _text(self) -> str:
         return self._head + "".join(map(self._line, sorted(self.finished, key=self._place)))
@@ -85,6 +90,10 @@ class Journal:
             write_atomic(self._path, self._text().encode())
         except OSError as error:
             raise CoverageLabError(f"can't write {self._path}: {error.strerror or error}") from None
+
+
+def _digest(records: list[dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
 
 
 def _difference(line: str, run: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,14 @@ def load_traced_model(trace: Trace, name: str | None = None, device: str | None 
             f"the weights of {name or recorded['model']} are not those that {trace.path} was recorded with; "
             "give the right one with --model"
         )
+    geometry = loaded.geometry()
+    for part, held in trace.geometry.items():
+        # As it is after JSON, where a tuple is a list.
+        if part in geometry and json.loads(json.dumps(geometry[part])) != held:
+            raise CoverageLabError(
+                f"{trace.path} was recorded with other {part} than {name or recorded['model']} has; "
+                "give the right model with --model, or restore the manifest"
+            )
     return loaded
 
 

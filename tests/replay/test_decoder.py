@@ -246,7 +246,9 @@ def test_bad_input_is_one_line(single: LoadedModel):
     with pytest.raises(CoverageLabError, match="call prefill first"):
         decoder.step([1])
     for prompts in ([[]], [], [[1], [1, 2]]):
-        with pytest.raises(CoverageLabError, match="must have the same length, of one token or more"):
+        with pytest.raises(
+            CoverageLabError, match="must have a token or more, and in one batch as many each"
+        ):
             decoder.prefill(prompts)
     with pytest.raises(CoverageLabError, match="95 tokens do not fit in the cache of 94"):
         decoder.prefill([[1] * 95])
@@ -258,6 +260,19 @@ def test_bad_input_is_one_line(single: LoadedModel):
     decoder.step([1])
     with pytest.raises(CoverageLabError, match="257 tokens do not fit in the model's window of 256"):
         Decoder(single, policy).prefill([[1] * 257])
+    for prompts in ("text", ["text"], [[[1, 2], [3, 4]]], [[0.5]], [[None]]):
+        with pytest.raises(CoverageLabError, match="a prompt is a list of token ids"):
+            decoder.prefill(prompts)  # type: ignore[arg-type]
+    size = len(single.model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    for token in (-1, size):
+        with pytest.raises(CoverageLabError, match=f"token {token} is not one of the model's {size}"):
+            decoder.generate([1, token], 1)
+    with pytest.raises(CoverageLabError, match="-1 steps; give how many tokens"):
+        decoder.generate([1], -1)
+
+
+def test_a_policy_can_be_a_text(single: LoadedModel) -> None:
+    assert Decoder(single, "exact/fixed:3", PAGE).policy == parse_policy("exact/fixed:3")
 
 
 @pytest.mark.gpu

@@ -640,6 +640,17 @@ class TestJournal:
         with pytest.raises(CoverageLabError, match=r"line 3 of .*a is damaged; restore it"):
             run(file)
 
+    def test_a_figure_that_was_changed_is_found(self, run: Any, tmp_path: Path):
+        file = tmp_path / "a"
+        run(file)
+        for old, new in (('"kl', '"kx'), ("0.", "1.")):
+            whole = file.read_text()
+            lines = whole.splitlines(keepends=True)
+            file.write_text("".join([*lines[:2], lines[2].replace(old, new, 1), *lines[3:]]))
+            with pytest.raises(CoverageLabError, match=r"line 3 of .*a is damaged; restore it"):
+                run(file)
+            file.write_text(whole)
+
     def test_policies_that_are_given_twice_run_once(self, run: Any):
         records, _ = run(None, text=["mvar/coverage:0.98", "exact/fixed:3", "mvar/coverage:0.980"])
         assert [record["policy"] for record in records[:3]] == [
@@ -791,3 +802,21 @@ def test_what_the_command_writes(
     assert lines["policy"].to_list() == [line["policy"] for line in document["summary"]]
     for name in ("reads", "reads_metadata", "ci_low", "vs_first_high", "kl_p99", "pages_over_oracle"):
         assert lines[name].to_list() == [line[name] for line in document["summary"]]
+
+
+def test_a_manifest_of_another_geometry_is_refused(tmp_path: Path):
+    import tiny
+
+    from coverage_lab.replay.requests import load_traced_model
+    from coverage_lab.trace import Trace
+
+    prompts = tiny.write_prompts(tmp_path / "tasks", {"a": (60,)})
+    trace = tiny.record_trace(
+        tmp_path / "t", tiny.save_model(tmp_path / "model"), prompts, steps=2, page_size=PAGE
+    )
+    load_traced_model(trace)
+    manifest = json.loads((trace.path / "manifest.json").read_text())
+    manifest["geometry"]["kv_heads"] += 1
+    (trace.path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CoverageLabError, match="was recorded with other kv_heads than"):
+        load_traced_model(Trace(trace.path))
