@@ -14,11 +14,12 @@ help: ## list the targets
 
 venv: $(STAMP) ## make .venv with the tested versions (PYTHON=python3.12 picks the interpreter)
 
-demo: $(STAMP) ## record a small model and draw two figures into demo/
+demo: $(STAMP) ## record a small model, draw two figures and a report into demo/
 	$(BIN)/coverage-lab collect --model smollm2 --dataset docs --limit 4 --max-prompt-tokens 2048 \
 		--steps 24 --estimators exact,mvar,mean,quest -o demo/trace
 	$(BIN)/coverage-lab compare-policies demo/trace --figure demo/policies.png
 	$(BIN)/coverage-lab variation demo/trace --figure demo/variation.png
+	$(BIN)/coverage-lab report demo/trace -o demo/report.html
 
 test: lint types floors ## run every check and all tests that need no GPU and no network
 	$(BIN)/pytest

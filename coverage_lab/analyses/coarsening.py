@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -83,10 +83,14 @@ class Coarsening(Analysis):
         asked = parse_policy(self.policy)
         if asked.granularity != "kv_head":
             raise CoverageLabError(f"policy {self.policy}: lists of KV heads are coarsened; leave out @")
-        own, own_coverage = _collect(trace, self.policy)
-        shared, shared_coverage = _collect(trace, str(replace(asked, granularity="layer")))
-        generator = np.random.default_rng(self.seed)
-        reads = np.array([self._reads(own, shared, generator) for _ in range(self.batches)])
+        batches = self._draw(trace)
+        # What no batch draws is not kept: the memory does not grow with the trace.
+        wanted: dict[int, np.ndarray] = {
+            int(request): np.unique(batches[1][batches[0] == request]) for request in np.unique(batches[0])
+        }
+        own, own_coverage = _collect(trace, self.policy, wanted)
+        shared, shared_coverage = _collect(trace, str(replace(asked, granularity="layer")), wanted)
+        reads = np.array([self._reads(own, shared, *drawn) for drawn in zip(*batches, strict=True)])
         mean = reads.mean(0)
         lines = []
         for place, scheme in enumerate(SCHEMES):
@@ -140,69 +144,99 @@ class Coarsening(Analysis):
         seaborn.despine(ax=ax)
         return ax
 
+    def _draw(self, trace: Trace) -> tuple[np.ndarray, np.ndarray]:
+        """Return the requests of every batch and the step of each, `[batches, batch]`."""
+        generator = np.random.default_rng(self.seed)
+        rows_of_a_step = len(trace.geometry["layers"]) * int(trace.geometry["kv_heads"])
+        steps = np.array([shard.rows // rows_of_a_step for shard in trace.shards])
+        requests = generator.integers(len(steps), size=(self.batches, self.batch))
+        return requests, generator.integers(steps[requests])
+
     def _reads(
-        self, own: Sequence[_Request], shared: Sequence[_Request], generator: np.random.Generator
+        self,
+        own: Mapping[int, _Request],
+        shared: Mapping[int, _Request],
+        requests: np.ndarray,
+        steps: np.ndarray,
     ) -> list[float]:
-        drawn = generator.integers(len(own), size=self.batch)
-        steps = [int(generator.integers(own[request].longest.shape[1])) for request in drawn]
-        places = list(zip(drawn, steps, strict=True))
+        """Return the pages that each scheme reads of a batch, over those of its contexts."""
+        drawn = list(zip(requests.tolist(), steps.tolist(), strict=True))
 
-        def total(of: Sequence[_Request], name: str) -> float:
-            return float(sum(getattr(of[request], name)[:, step].sum() for request, step in places))
+        def of_layers(of: Mapping[int, _Request], name: str) -> np.ndarray:
+            return np.stack([of[request].of(name, step) for request, step in drawn]).astype(np.int64)
 
-        pages = np.stack([own[request].pages[:, step] for request, step in places])  # [batch, L]
-        longest = np.stack([own[request].longest[:, step] for request, step in places])
-        heads = own[0].heads
-        batch = np.minimum(longest.max(0), pages).sum()
+        heads = own[drawn[0][0]].heads
+        pages, longest = of_layers(own, "pages"), of_layers(own, "longest")  # [batch, L]
         found = (
-            total(own, "kept"),
-            heads * total(own, "longest"),
-            total(own, "rounded"),
-            heads * float(batch),
-            heads * total(own, "union"),
-            total(shared, "kept"),
+            of_layers(own, "kept").sum(),
+            heads * longest.sum(),
+            of_layers(own, "rounded").sum(),
+            heads * np.minimum(longest.max(0), pages).sum(),
+            heads * of_layers(own, "union").sum(),
+            of_layers(shared, "kept").sum(),
         )
-        return [pages_read / (heads * float(pages.sum())) for pages_read in found]
+        return [float(pages_read / (heads * pages.sum())) for pages_read in found]
 
 
 @dataclass
 class _Request:
-    """Pages by layer and step, `[L, steps]`: sums over heads of own lists, and what coarser ones have."""
+    """Pages of some steps by layer, `[L, steps]`: sums over heads of own lists, and of coarser ones."""
 
     heads: int
+    steps: np.ndarray
     kept: np.ndarray
     rounded: np.ndarray
     longest: np.ndarray
     union: np.ndarray
     pages: np.ndarray
 
+    def of(self, name: str, step: int) -> np.ndarray:
+        """Return an array's column of a step, `[L]`."""
+        column: np.ndarray = getattr(self, name)[:, np.searchsorted(self.steps, step)]
+        return column
+
 
 _ARRAYS = ("kept", "rounded", "longest", "union", "pages")
 
 
-def _collect(trace: Trace, policy: str) -> tuple[list[_Request], float]:
-    """Return the pages of every request, and the mean exact mass that rows keep."""
+def _collect(
+    trace: Trace, policy: str, wanted: Mapping[int, np.ndarray]
+) -> tuple[dict[int, _Request], float]:
+    """Return the pages of the wanted steps by request, and the mean exact mass that all rows keep."""
     parts: dict[int, list[_Request]] = {}
     covered, rows = 0.0, 0
-    for request, found, coverage in over_lists(trace, policy, _of_block):
-        parts.setdefault(request, []).append(found)
-        covered, rows = covered + coverage.sum(dtype=np.float64), rows + coverage.size
-    joined = [
-        _Request(own[0].heads, *(np.concatenate([getattr(part, name) for part in own]) for name in _ARRAYS))
-        for own in parts.values()
-    ]
-    return joined, steady(float(covered / rows))
+
+    def work(lists: Lists) -> tuple[int, _Request | None, float, int]:
+        coverage = np.where(lists.kept, lists.exact, 0).sum(-1)
+        steps = wanted.get(lists.request)
+        found = None if steps is None else _of_steps(lists, steps)
+        return lists.request, found, float(coverage.sum(dtype=np.float64)), coverage.size
+
+    for request, found, coverage, count in over_lists(trace, policy, work):
+        if found is not None:
+            parts.setdefault(request, []).append(found)
+        covered, rows = covered + coverage, rows + count
+    joined = {
+        request: _Request(
+            own[0].heads,
+            own[0].steps,
+            *(np.concatenate([getattr(part, name) for part in own]) for name in _ARRAYS),
+        )
+        for request, own in parts.items()
+    }
+    return joined, steady(covered / rows)
 
 
-def _of_block(lists: Lists) -> tuple[int, _Request, np.ndarray]:
-    counts, pages = lists.counts, lists.n_pages
+def _of_steps(lists: Lists, steps: np.ndarray) -> _Request:
+    kept, pages = lists.kept[:, :, steps], lists.n_pages[:, :, steps]
+    counts = kept.sum(-1)
     rounded = np.minimum(1 << np.ceil(np.log2(counts)).astype(np.int64), pages)
-    found = _Request(
+    return _Request(
         counts.shape[1],
+        steps,
         counts.sum(1).astype(np.int32),
         rounded.sum(1).astype(np.int32),
         counts.max(1).astype(np.int32),
-        lists.kept.any(1).sum(-1).astype(np.int32),
+        kept.any(1).sum(-1).astype(np.int32),
         pages[:, 0].astype(np.int32),
     )
-    return lists.request, found, np.where(lists.kept, lists.exact, 0).sum(-1)

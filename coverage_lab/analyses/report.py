@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class Source:
 
     label: str
     facts: Sequence[tuple[str, str]]
+    manifest: str
     columns: Sequence[str]
     requests: Sequence[Sequence[str]]
 
@@ -252,7 +254,9 @@ def _source(label: str, trace: Trace) -> Source:
         if name in requests.columns and not requests[name].is_null().all()
     ]
     lines = [[_text(value) for value in line] for line in requests.select(columns).iter_rows()]
-    return Source(label, list(facts.items()), [name.replace("_", " ") for name in columns], lines)
+    manifest = {name: value for name, value in trace.manifest.items() if name != "files"}
+    text = json.dumps(manifest, indent=1, ensure_ascii=False)
+    return Source(label, list(facts.items()), text, [name.replace("_", " ") for name in columns], lines)
 
 
 def _options(kind: Analysis) -> str:
