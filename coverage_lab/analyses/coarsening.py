@@ -83,14 +83,14 @@ class Coarsening(Analysis):
         asked = parse_policy(self.policy)
         if asked.granularity != "kv_head":
             raise CoverageLabError(f"policy {self.policy}: lists of KV heads are coarsened; leave out @")
-        batches = self._draw(trace)
-        # What no batch draws is not kept: the memory does not grow with the trace.
-        wanted: dict[int, np.ndarray] = {
-            int(request): np.unique(batches[1][batches[0] == request]) for request in np.unique(batches[0])
-        }
-        own, own_coverage = _collect(trace, self.policy, wanted)
-        shared, shared_coverage = _collect(trace, str(replace(asked, granularity="layer")), wanted)
-        reads = np.array([self._reads(own, shared, *drawn) for drawn in zip(*batches, strict=True)])
+        requests, steps = self._draw(trace)
+        drawn, of_batch = np.unique(
+            np.stack([requests.ravel(), steps.ravel()], 1), axis=0, return_inverse=True
+        )
+        own, own_coverage = _collect(trace, self.policy, drawn)
+        shared, shared_coverage = _collect(trace, str(replace(asked, granularity="layer")), drawn)
+        heads = int(trace.geometry["kv_heads"])
+        reads = np.array([_reads(own, shared, heads, batch) for batch in of_batch.reshape(requests.shape)])
         mean = reads.mean(0)
         lines = []
         for place, scheme in enumerate(SCHEMES):
@@ -152,91 +152,56 @@ class Coarsening(Analysis):
         requests = generator.integers(len(steps), size=(self.batches, self.batch))
         return requests, generator.integers(steps[requests])
 
-    def _reads(
-        self,
-        own: Mapping[int, _Request],
-        shared: Mapping[int, _Request],
-        requests: np.ndarray,
-        steps: np.ndarray,
-    ) -> list[float]:
-        """Return the pages that each scheme reads of a batch, over those of its contexts."""
-        drawn = list(zip(requests.tolist(), steps.tolist(), strict=True))
 
-        def of_layers(of: Mapping[int, _Request], name: str) -> np.ndarray:
-            return np.stack([of[request].of(name, step) for request, step in drawn]).astype(np.int64)
-
-        heads = own[drawn[0][0]].heads
-        pages, longest = of_layers(own, "pages"), of_layers(own, "longest")  # [batch, L]
-        found = (
-            of_layers(own, "kept").sum(),
-            heads * longest.sum(),
-            of_layers(own, "rounded").sum(),
-            heads * np.minimum(longest.max(0), pages).sum(),
-            heads * of_layers(own, "union").sum(),
-            of_layers(shared, "kept").sum(),
-        )
-        return [float(pages_read / (heads * pages.sum())) for pages_read in found]
-
-
-@dataclass
-class _Request:
-    """Pages of some steps by layer, `[L, steps]`: sums over heads of own lists, and of coarser ones."""
-
-    heads: int
-    steps: np.ndarray
-    kept: np.ndarray
-    rounded: np.ndarray
-    longest: np.ndarray
-    union: np.ndarray
-    pages: np.ndarray
-
-    def of(self, name: str, step: int) -> np.ndarray:
-        """Return an array's column of a step, `[L]`."""
-        column: np.ndarray = getattr(self, name)[:, np.searchsorted(self.steps, step)]
-        return column
-
-
+# Pages of one step of one request by layer: summed over heads of own lists and of lists rounded up, of the
+# longest list, of the union, and of the context.
 _ARRAYS = ("kept", "rounded", "longest", "union", "pages")
 
 
-def _collect(
-    trace: Trace, policy: str, wanted: Mapping[int, np.ndarray]
-) -> tuple[dict[int, _Request], float]:
-    """Return the pages of the wanted steps by request, and the mean exact mass that all rows keep."""
-    parts: dict[int, list[_Request]] = {}
-    covered, rows = 0.0, 0
+def _reads(
+    own: Mapping[str, np.ndarray], shared: Mapping[str, np.ndarray], heads: int, batch: np.ndarray
+) -> list[float]:
+    """Return the pages that each scheme reads of a batch, over those of its contexts."""
+    # Each is [batch, L].
+    kept, rounded, longest, union, pages = (own[name][batch].astype(np.int64) for name in _ARRAYS)
+    found = (
+        kept.sum(),
+        heads * longest.sum(),
+        rounded.sum(),
+        heads * np.minimum(longest.max(0), pages).sum(),
+        heads * union.sum(),
+        shared["kept"][batch].astype(np.int64).sum(),
+    )
+    return [float(pages_read / (heads * pages.sum())) for pages_read in found]
 
-    def work(lists: Lists) -> tuple[int, _Request | None, float, int]:
+
+def _collect(trace: Trace, policy: str, drawn: np.ndarray) -> tuple[dict[str, np.ndarray], float]:
+    """Return the pages of some steps by name, `[drawn, L]`, and the mean exact mass that all rows keep.
+
+    `drawn` are requests and steps, `[drawn, 2]`, in order. What no batch draws is not kept, and the arrays
+    are there from the start: the memory does not grow with the trace.
+    """
+    layers = [layer["layer"] for layer in trace.geometry["layers"]]
+    found = {name: np.zeros((len(drawn), len(layers)), np.int32) for name in _ARRAYS}
+    bounds = np.searchsorted(drawn[:, 0], np.arange(len(trace.shards) + 1))
+
+    def work(lists: Lists) -> tuple[float, int]:
         coverage = np.where(lists.kept, lists.exact, 0).sum(-1)
-        steps = wanted.get(lists.request)
-        found = None if steps is None else _of_steps(lists, steps)
-        return lists.request, found, float(coverage.sum(dtype=np.float64)), coverage.size
+        part = slice(bounds[lists.request], bounds[lists.request + 1])
+        pages = _pages(lists, drawn[part, 1])
+        rows = slice(layers.index(lists.layers[0]), layers.index(lists.layers[-1]) + 1)
+        for name, values in pages.items():
+            found[name][part, rows] = values.T
+        return float(coverage.sum(dtype=np.float64)), coverage.size
 
-    for request, found, coverage, count in over_lists(trace, policy, work):
-        if found is not None:
-            parts.setdefault(request, []).append(found)
-        covered, rows = covered + coverage, rows + count
-    joined = {
-        request: _Request(
-            own[0].heads,
-            own[0].steps,
-            *(np.concatenate([getattr(part, name) for part in own]) for name in _ARRAYS),
-        )
-        for request, own in parts.items()
-    }
-    return joined, steady(covered / rows)
+    covered, counts = zip(*over_lists(trace, policy, work), strict=True)
+    return found, steady(sum(covered) / sum(counts))
 
 
-def _of_steps(lists: Lists, steps: np.ndarray) -> _Request:
+def _pages(lists: Lists, steps: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the pages of some steps, `[L, steps]`."""
     kept, pages = lists.kept[:, :, steps], lists.n_pages[:, :, steps]
     counts = kept.sum(-1)
     rounded = np.minimum(1 << np.ceil(np.log2(counts)).astype(np.int64), pages)
-    return _Request(
-        counts.shape[1],
-        steps,
-        counts.sum(1).astype(np.int32),
-        rounded.sum(1).astype(np.int32),
-        counts.max(1).astype(np.int32),
-        kept.any(1).sum(-1).astype(np.int32),
-        pages[:, 0].astype(np.int32),
-    )
+    found = counts.sum(1), rounded.sum(1), counts.max(1), kept.any(1).sum(-1), pages[:, 0]
+    return dict(zip(_ARRAYS, found, strict=True))

@@ -123,6 +123,16 @@ class Tally:
         low, high = ratio_interval(top[bottom > 0], bottom[bottom > 0], seed)
         return {"ci_low": steady(low), "ci_high": steady(high)}
 
+    def count(self, key: tuple[Any, ...]) -> int:
+        """Return what the values of a group are divided by."""
+        return int(self._sums[key][1].sum())
+
+    def means(self, key: tuple[Any, ...]) -> np.ndarray:
+        """Return the mean of every request that has something in a group."""
+        top, bottom = self._sums[key]
+        means: np.ndarray = top[bottom > 0] / bottom[bottom > 0]
+        return means
+
     def requests(self, key: tuple[Any, ...]) -> int:
         """Return how many requests have something in a group."""
         return int((self._sums[key][1] > 0).sum())

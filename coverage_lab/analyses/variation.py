@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,9 @@ import numpy as np
 import polars as pl
 
 from coverage_lab.analyses import Analysis, Finding, register
-from coverage_lab.bootstrap import interval, ratio_interval, resample_weights
+from coverage_lab.analyses.lists import Tally
+from coverage_lab.analyses.needs import steady
+from coverage_lab.bootstrap import interval, resample_weights
 from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import oracle_column
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 # Llama-3.1-8B on 60 LongBench requests (paper 2.2.1).
 PAPER_GAMMA = 0.95
+TOTALS = "CV of totals over the context, across requests"
 PAPER = {
     "CV across layers": "0.61",
     "CV across KV heads": "0.74",
@@ -108,19 +111,32 @@ def compute(trace: Trace, gamma: float = 0.95, seed: int = 0) -> pl.DataFrame:
         `quantity, value, ci_low, ci_high, groups, requests, paper`; the interval is a bootstrap 95%
         interval over requests, NaN with one request. The paper's values are of gamma 0.95.
     """
-    rows = _rows(trace, gamma)
-    totals = rows.group_by("request_id", "kv_head", "step").agg(
-        pl.col("pages").sum(), pl.col("n_pages").sum()
-    )
+    pages = pl.col("pages")
+    spread = (pages.std(ddof=0) / pages.mean()).alias("value")
+    fraction = (pages / pl.col("n_pages")).alias("value")
+    found = Tally(len(trace.shards))
+    # Groups lie within a request: memory does not grow with the trace.
+    for place, rows in enumerate(_frames(trace, gamma)):
+        totals = rows.group_by("kv_head", "step").agg(pages.sum(), pl.col("n_pages").sum())
+        for quantity, frame, within in (
+            ("CV across layers", rows, ["kv_head", "step"]),
+            ("CV across KV heads", rows, ["layer", "step"]),
+            ("CV across steps", rows, ["layer", "kv_head"]),
+            ("CV of totals across KV heads", totals, ["step"]),
+            ("CV of totals across steps", totals, ["kv_head"]),
+        ):
+            groups = frame.group_by(within).agg(spread, pl.len().alias("members"))
+            found.add(place, (quantity,), groups.filter(pl.col("members") > 1)["value"].to_numpy())
+        first = rows.filter(pl.col("layer") == pl.col("layer").min())
+        for quantity, frame in (
+            ("mean fraction of the context", rows),
+            ("mean fraction, first layer", first),
+            (TOTALS, totals),
+        ):
+            found.add(place, (quantity,), frame.select(fraction)["value"].to_numpy())
     lines = [
-        _cv(rows, ["request_id", "kv_head", "step"], "CV across layers", seed),
-        _cv(rows, ["request_id", "layer", "step"], "CV across KV heads", seed),
-        _cv(rows, ["request_id", "layer", "kv_head"], "CV across steps", seed),
-        _cv(totals, ["request_id", "step"], "CV of totals across KV heads", seed),
-        _cv(totals, ["request_id", "kv_head"], "CV of totals across steps", seed),
-        _cv_across_requests(totals, seed),
-        _mean(rows, "mean fraction of the context", seed),
-        _mean(rows.filter(pl.col("layer") == pl.col("layer").min()), "mean fraction, first layer", seed),
+        _across_requests(found, seed) if quantity == TOTALS else _line(found, quantity, seed)
+        for quantity in PAPER
     ]
     return pl.DataFrame(
         [{**line, "paper": PAPER[str(line["quantity"])] if gamma == PAPER_GAMMA else None} for line in lines],
@@ -181,80 +197,41 @@ def figure(table: pl.DataFrame, title: str = "Mean size of the oracle set") -> F
 def _rows(trace: Trace, gamma: float) -> pl.LazyFrame:
     column = oracle_column(gamma)
     trace.require([column])
-    return trace.scan().select(
-        "request_id",
-        "layer",
-        "kv_head",
-        "step",
-        pl.col("n_pages").cast(pl.Float64),
-        pl.col(column).cast(pl.Float64).alias("pages"),
-    )
+    return trace.scan().select("layer", "kv_head", *_as_numbers(column))
 
 
-def _cv(rows: pl.LazyFrame, within: Sequence[str], quantity: str, seed: int) -> dict[str, object]:
-    pages = pl.col("pages")
-    per_request = (
-        rows.group_by(within)
-        .agg((pages.std(ddof=0) / pages.mean()).alias("cv"), pl.len().alias("members"))
-        .filter(pl.col("members") > 1)
-        .group_by("request_id")
-        .agg(pl.col("cv").sum().alias("sum"), pl.len().alias("groups"))
-        .sort("request_id")
-        .collect(engine="streaming")
-    )
-    return _line(quantity, per_request["sum"].to_numpy(), per_request["groups"].to_numpy(), seed)
+def _frames(trace: Trace, gamma: float) -> Iterator[pl.DataFrame]:
+    """Yield the rows of every request: `layer, kv_head, step, n_pages, pages`."""
+    column = oracle_column(gamma)
+    for frame in trace.frames(["layer", "kv_head", "step", "n_pages", column]):
+        yield frame.select("layer", "kv_head", "step", *_as_numbers(column))
 
 
-def _mean(rows: pl.LazyFrame, quantity: str, seed: int) -> dict[str, object]:
-    per_request = (
-        rows.group_by("request_id")
-        .agg((pl.col("pages") / pl.col("n_pages")).sum().alias("sum"), pl.len().alias("groups"))
-        .sort("request_id")
-        .collect(engine="streaming")
-    )
-    return _line(quantity, per_request["sum"].to_numpy(), per_request["groups"].to_numpy(), seed)
+def _as_numbers(column: str) -> tuple[pl.Expr, pl.Expr]:
+    return pl.col("n_pages").cast(pl.Float64), pl.col(column).cast(pl.Float64).alias("pages")
 
 
-def _cv_across_requests(totals: pl.LazyFrame, seed: int) -> dict[str, object]:
-    fractions = (
-        totals.group_by("request_id")
-        .agg((pl.col("pages") / pl.col("n_pages")).mean().alias("fraction"))
-        .sort("request_id")
-        .collect(engine="streaming")["fraction"]
-        .to_numpy()
-    )
-    quantity = "CV of totals over the context, across requests"
-    if len(fractions) < 2:
-        return {
-            "quantity": quantity,
-            "value": np.nan,
-            "ci_low": np.nan,
-            "ci_high": np.nan,
-            "groups": 1,
-            "requests": 1,
-        }
-    draws = resample_weights(len(fractions), seed) / len(fractions)
-    mean = draws @ fractions
-    spread = np.sqrt(np.maximum(draws @ fractions**2 - mean**2, 0))
-    low, high = interval(spread / mean)
-    value = float(fractions.std() / fractions.mean())
+def _line(found: Tally, quantity: str, seed: int) -> dict[str, object]:
+    mean = found.mean((quantity,))
     return {
         "quantity": quantity,
-        "value": value,
-        "ci_low": low,
-        "ci_high": high,
-        "groups": 1,
-        "requests": len(fractions),
+        "value": np.nan if mean is None else mean,
+        **found.interval((quantity,), seed),
+        "groups": found.count((quantity,)),
+        "requests": found.requests((quantity,)),
     }
 
 
-def _line(quantity: str, sums: np.ndarray, groups: np.ndarray, seed: int) -> dict[str, object]:
-    low, high = ratio_interval(sums, groups, seed)
-    return {
-        "quantity": quantity,
-        "value": float(sums.sum() / groups.sum()) if len(groups) else np.nan,
-        "ci_low": low,
-        "ci_high": high,
-        "groups": int(groups.sum()),
-        "requests": len(groups),
-    }
+def _across_requests(found: Tally, seed: int) -> dict[str, object]:
+    """Return the spread of the requests' mean fractions; there is none of one request."""
+    fractions = found.means((TOTALS,))
+    value = low = high = np.nan
+    if len(fractions) > 1:
+        draws = resample_weights(len(fractions), seed) / len(fractions)
+        mean = draws @ fractions
+        spread = np.sqrt(np.maximum(draws @ fractions**2 - mean**2, 0))
+        low, high = interval(spread / mean)
+        value = float(fractions.std() / fractions.mean())
+    figures = {"value": value, "ci_low": low, "ci_high": high}
+    line = {"quantity": TOTALS, **{name: steady(figure) for name, figure in figures.items()}}
+    return {**line, "groups": 1, "requests": len(fractions)}
