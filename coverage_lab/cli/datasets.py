@@ -116,7 +116,11 @@ def validate(
     seed: Seed = 0,
     json: JsonPath = None,
 ) -> None:
-    """Read all prompts and say what is wrong: malformed rows, answers that can't be, lengths of RULER."""
+    """Read all prompts and say what is wrong: malformed rows, answers that can't be, lengths of RULER.
+
+    A row that can't be read ends its file; other files are read all the same. The exit code is 1 if anything
+    is wrong.
+    """
     from dataclasses import asdict
 
     from coverage_lab.cli import output
