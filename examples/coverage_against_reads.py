@@ -10,6 +10,8 @@ import seaborn
 
 from coverage_lab import Policy, Trace, evaluate
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 trace, picture = Trace(sys.argv[1]), sys.argv[2]
 families = {
     "exact/coverage": [0.8, 0.9, 0.95, 0.98, 0.99],

@@ -10,6 +10,8 @@ import polars as pl
 from coverage_lab import Trace
 from coverage_lab.analyses import analyses
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 trace, picture = Trace(sys.argv[1]), sys.argv[2]
 analysis = analyses.get("estimator-error")(estimator="mvar", gamma=0.95)
 table = analysis.compute(trace)

@@ -8,6 +8,8 @@ import sys
 from coverage_lab import Trace
 from coverage_lab.analyses import analyses
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 trace, picture = Trace(sys.argv[1]), sys.argv[2]
 analysis = analyses.get("need-map")(gamma=0.95, by="kv_head")
 table = analysis.compute(trace)  # a polars frame

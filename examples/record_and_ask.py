@@ -10,6 +10,8 @@ from pathlib import Path
 from coverage_lab import CollectOptions, Trace, collect
 from coverage_lab.analyses import analyses
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 text, picture = Path(sys.argv[1]), sys.argv[2]
 with tempfile.TemporaryDirectory() as folder:
     options = CollectOptions(

@@ -55,7 +55,7 @@ def test_reading_a_trace(synthetic_trace: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_added_works(synthetic_trace: Path) -> None:
     """Run in a process of its own: the classes would stay registered."""
-    estimator, budget = blocks("extending.md")
+    estimator, budget, analysis = blocks("extending.md")
     check = f"""
 import torch
 from coverage_lab import Policy, Trace, estimators, evaluate
@@ -72,9 +72,15 @@ result = evaluate(trace, [Policy.parse("exact/root:2"), Policy.parse("exact/cove
 assert 0 < result.kept[:, 0].sum() < result.pages.sum()
 anchor, root = matched(trace, "exact/coverage:0.9", ["root"])(0)
 both = evaluate(trace, [anchor, root])
-assert abs(both.kept[:, 1].sum() / both.kept[:, 0].sum() - 1) < 0.2
+assert abs(both.kept[:, 1].sum() / both.kept[:, 0].sum() - 1) < 0.01
+from coverage_lab.analyses import analyses, report
+table = analyses.get("need-by-depth")().compute(trace)
+assert table["part"].to_list() == [0, 1] and table["fraction"].is_between(0, 1).all()
+assert 'id="need-by-depth"' in report.build([trace]).html
 """
-    run = subprocess.run([sys.executable, "-c", estimator + budget + check], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", estimator + budget + analysis + check], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
 
 

@@ -48,6 +48,9 @@ class Budgets(Analysis):
     def compute(self, trace: Trace) -> pl.DataFrame:
         """Return `policy, reads, tokens_over_oracle, ci_low, ci_high, paper`."""
         from coverage_lab.policies.compare import same_guarantee
+        from coverage_lab.policies.estimators import estimators
+
+        estimators.get(self.estimator)
 
         trace.require([share_column("exact"), share_column(self.estimator)])
         found = same_guarantee(trace, self.coverage, self.rows, self.seed, names=[self.estimator])

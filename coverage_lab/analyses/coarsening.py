@@ -19,6 +19,8 @@ from coverage_lab.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# Resamples of the requests, and batches of each.
+RESAMPLES, AGAIN = 300, 8
 OWN, SUMMED = "a list of its own for every KV head", "one list a layer: the heads' summed shares"
 BATCH = "padded to the longest list of the batch"
 SCHEMES = (
@@ -72,11 +74,11 @@ class Coarsening(Analysis):
                 raise CoverageLabError(f"--{name} {getattr(self, name)} is not 1 or more")
 
     def compute(self, trace: Trace) -> pl.DataFrame:
-        """Return `scheme, reads, low, high, over_own, coverage_mean, paper`.
+        """Return `scheme, reads, ci_low, ci_high, over_own, coverage_mean, paper`.
 
-        `reads` is the pages read over those of the context, a mean over batches, `low` and `high` their
-        central 95%; `over_own` is over the reads of own lists; `coverage_mean` the exact mass that rows of
-        the whole trace keep, where a scheme changes it.
+        `reads` is the pages read over those of the context, a mean over batches; its interval draws the
+        requests anew, and batches from them. `over_own` is over the reads of own lists; `coverage_mean` the
+        exact mass that rows of the whole trace keep, where a scheme changes it.
         """
         from coverage_lab.policies.policy import parse_policy
 
@@ -90,17 +92,20 @@ class Coarsening(Analysis):
         own, own_coverage = _collect(trace, self.policy, drawn)
         shared, shared_coverage = _collect(trace, str(replace(asked, granularity="layer")), drawn)
         heads = int(trace.geometry["kv_heads"])
-        reads = np.array([_reads(own, shared, heads, batch) for batch in of_batch.reshape(requests.shape)])
+        found = np.array([_reads(own, shared, heads, batch) for batch in of_batch.reshape(requests.shape)])
+        reads, resampled = found[: self.batches], found[self.batches :]
         mean = reads.mean(0)
+        # [resamples, schemes]; one request has no interval.
+        resampled = resampled.reshape(-1, AGAIN, len(SCHEMES)).mean(1)
         lines = []
         for place, scheme in enumerate(SCHEMES):
-            low, high = interval(reads[:, place])
+            low, high = interval(resampled[:, place])
             lines.append(
                 {
                     "scheme": scheme,
                     "reads": steady(float(mean[place])),
-                    "low": steady(low),
-                    "high": steady(high),
+                    "ci_low": steady(low),
+                    "ci_high": steady(high),
                     "over_own": steady(float(mean[place] / mean[0])),
                     "coverage_mean": {OWN: own_coverage, SUMMED: shared_coverage}.get(scheme),
                     "paper": PAPER.get((self.policy, scheme)),
@@ -114,8 +119,8 @@ class Coarsening(Analysis):
                 f"pages read, {self.policy}, {line['scheme']}",
                 line["reads"],
                 line["paper"],
-                line["low"],
-                line["high"],
+                line["ci_low"],
+                line["ci_high"],
                 "share",
             )
             for line in table.filter(pl.col("paper").is_not_null()).to_dicts()
@@ -130,26 +135,36 @@ class Coarsening(Analysis):
         colours = seaborn.color_palette("colorblind")
         places = np.arange(table.height)
         ax.barh(places, table["reads"], color=[colours[1], *[colours[0]] * (table.height - 1)])
-        ax.hlines(places, table["low"], table["high"], color="0.2", lw=1.5)
-        for place, (reads, high) in enumerate(zip(table["reads"], table["high"], strict=True)):
+        ax.hlines(places, table["ci_low"], table["ci_high"], color="0.2", lw=1.5)
+        for place, (reads, high) in enumerate(zip(table["reads"], table["ci_high"], strict=True)):
             ax.text(high + 0.01, place, f"{reads:.0%}", va="center")
         ax.set_yticks(places, table["scheme"].to_list())
         ax.invert_yaxis()
         ax.set(
             xlabel=f"pages read, of the context; batches of {self.batch}",
             title=self.policy,
-            xlim=(0, max(1.0, table["high"].max() * 1.1)),  # type: ignore[operator]
+            xlim=(0, max(1.0, table["ci_high"].max() * 1.1)),  # type: ignore[operator]
         )
         ax.xaxis.set_major_formatter(PercentFormatter(1))
         seaborn.despine(ax=ax)
         return ax
 
     def _draw(self, trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-        """Return the requests of every batch and the step of each, `[batches, batch]`."""
+        """Return the requests of every batch and the step of each, `[all batches, batch]`.
+
+        After the `batches`, which the means are of, come those of the intervals: some of each resample of the
+        requests.
+        """
         generator = np.random.default_rng(self.seed)
         rows_of_a_step = len(trace.geometry["layers"]) * int(trace.geometry["kv_heads"])
         steps = np.array([shard.rows // rows_of_a_step for shard in trace.shards])
-        requests = generator.integers(len(steps), size=(self.batches, self.batch))
+        count = len(steps)
+        requests = generator.integers(count, size=(self.batches, self.batch))
+        if count > 1:
+            resamples = generator.integers(count, size=(RESAMPLES, count))
+            places = generator.integers(count, size=(RESAMPLES, AGAIN * self.batch))
+            again = np.take_along_axis(resamples, places, 1).reshape(-1, self.batch)
+            requests = np.concatenate([requests, again])
         return requests, generator.integers(steps[requests])
 
 

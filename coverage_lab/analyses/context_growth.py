@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ from coverage_lab.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+# The longest context over the shortest.
+LEAST_SPREAD = 1.25
 
 
 @register("context-growth")
@@ -46,7 +51,7 @@ class ContextGrowth(Analysis):
         Raises
         ------
         CoverageLabError
-            If all requests are as long: there is nothing to fit.
+            If all requests are about as long: there is nothing to fit.
         """
         points = (
             needed(trace, self.gamma)
@@ -60,9 +65,11 @@ class ContextGrowth(Analysis):
             .agg(((pl.col(c) * pl.col("rows")).sum() / pl.col("rows").sum()).alias(c) for c in ("x", "y"))
             .sort("request_id")
         )
-        if overall["x"].n_unique() < 2:
+        shortest, longest = (math.exp(end) for end in (overall["x"].min(), overall["x"].max()))  # type: ignore[arg-type]
+        if longest < LEAST_SPREAD * shortest:
             raise CoverageLabError(
-                f"{trace.path} has contexts of one length only; growth needs requests of several lengths"
+                f"{trace.path} has contexts of {shortest:.3g} to {longest:.3g} pages; growth needs requests "
+                "of several lengths"
             )
         lines = [{"layer": None, "kv_head": None, **self._fit(overall)}]
         for (layer, kv_head), part in points.group_by(["layer", "kv_head"], maintain_order=True):
@@ -78,7 +85,13 @@ class ContextGrowth(Analysis):
         whole = float(table.filter(pl.col("layer").is_null())["exponent"][0])
         seaborn.histplot(x=heads["exponent"].to_numpy(), ax=ax, color=seaborn.color_palette("colorblind")[0])
         ax.axvline(whole, color="0.2", ls="--", lw=1)
-        ax.text(whole, ax.get_ylim()[1] * 0.97, f" all rows: {whole:.2f}", va="top")
+        ax.text(
+            whole,
+            ax.get_ylim()[1] * 0.97,
+            f" all rows: {whole:.2f}",
+            va="top",
+            bbox={"color": "white", "alpha": 0.8, "pad": 1},
+        )
         ax.set(
             xlabel="exponent: 0 needs a fixed count, 1 a fixed fraction",
             ylabel="KV heads",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LEAST = 1e-6
 # Heads that are named in the figure.
 NAMED = 8
-FIGURES = ("log_error", "rank_correlation", "coverage")
+FIGURES = ("log_error", "at_limit", "rank_correlation", "coverage")
 
 
 @register("estimator-error")
@@ -30,9 +30,11 @@ class EstimatorError(Analysis):
     """Error of an estimate by layer and KV head: of its scale, of its order, and what the order costs.
 
     Only pages that are estimated count: all but the sink and the current one. The log error is that of their
-    mass together, the log odds of their share under the estimate less those of the exact share. The rank
-    correlation (Spearman) is over these pages. The coverage is the exact mass of as many pages as the oracle
-    set has, taken in the order of the estimate; a head fails if that lies so far below gamma.
+    mass together, the log odds of their share under the estimate less those of the exact share. Stored
+    shares end at about one in a million, and these odds at 13.8 to either side: `at_limit` is the part of the
+    rows in which they do, where the log error is a lower bound. The rank correlation (Spearman) is over these
+    pages. The coverage is the exact mass of as many pages as the oracle set has, taken in the order of the
+    estimate; a head fails if that lies so far below gamma.
 
     Parameters
     ----------
@@ -54,12 +56,23 @@ class EstimatorError(Analysis):
     fails: float = 0.1
     seed: int = 0
 
-    def compute(self, trace: Trace) -> pl.DataFrame:
-        """Return `layer, kv_head, log_error, rank_correlation, coverage, ci_low, ci_high, fails, rows`.
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma < 1:
+            raise CoverageLabError(f"--gamma {self.gamma:g} is not between 0 and 1")
+        if not 0 <= self.fails < 1:
+            raise CoverageLabError(f"--fails {self.fails:g} is not from 0 to 1")
 
+    def compute(self, trace: Trace) -> pl.DataFrame:
+        """Return the figures of every KV head.
+
+        Columns: `layer, kv_head, log_error, at_limit, rank_correlation, coverage, ci_low, ci_high, fails,
+        rows`.
         Heads come by rising coverage, which the interval is of. `log_error` is in nats, above 0 where the
         estimate is too large; null where no page is estimated.
         """
+        from coverage_lab.policies.estimators import estimators
+
+        estimators.get(self.estimator)
         if self.estimator == "exact":
             raise CoverageLabError("estimator exact has no error; name one that estimates, mvar for example")
         tally = Tally(len(trace.shards))
@@ -105,7 +118,7 @@ class EstimatorError(Analysis):
         ax.axvline(0, color="0.7", lw=1)
         ax.axhline(self.gamma, color="0.7", lw=1, ls="--")
         ax.set(
-            xlabel="log of estimated over exact mass, nats",
+            xlabel="log of estimated over exact mass, nats (ends at about 14)",
             ylabel="mass of the oracle's count,\nin the estimate's order",
             title=f"{self.estimator}: every KV head; layer.head of the worst",
         )
@@ -129,12 +142,14 @@ def _errors(block: Block, column: str, gamma: float) -> dict[str, np.ndarray]:
     ]
     odds = [np.log(part) - np.log1p(-part) for part in parts]
     any_page = summarised.any(1)
+    at_limit = np.max(np.abs(odds), axis=0) > -np.log(2 * LEAST)
 
     counts = _fewest(np.where(valid, exact, -1), gamma)
     order = np.argsort(-np.where(valid, estimate, -1), axis=1, kind="stable")
     ranked = np.take_along_axis(exact, order, 1).cumsum(1)
     return {
         "log_error": np.where(any_page, odds[0] - odds[1], np.nan),
+        "at_limit": np.where(any_page, at_limit, np.nan),
         "rank_correlation": _spearman(exact, estimate, summarised),
         "coverage": np.take_along_axis(ranked, counts[:, None] - 1, 1)[:, 0],
     }

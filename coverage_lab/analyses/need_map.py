@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # "Only 9% in several others" (2.2.1).
 PAPER_GAMMA, PAPER_LEAST = 0.95, 0.09
+LABELS = {"context": "prompt, tokens"}
 GROUPS = ("kv_head", "layer", "task", "context", "step")
 
 
@@ -61,16 +62,28 @@ class NeedMap(Analysis):
         return means(rows, names.get(self.by, [self.by]), "fraction", self.seed)
 
     def findings(self, table: pl.DataFrame) -> list[Finding]:
-        if "layer" not in table.columns or self.gamma != PAPER_GAMMA:
+        if self.by != "layer" or self.gamma != PAPER_GAMMA:
             return []
-        layers = table.group_by("layer").agg(pl.col("fraction").mean()).sort("fraction")
-        least = layers.row(0, named=True)
-        note = f"layer {least['layer']}"
-        return [Finding("mean fraction, least needing layer", least["fraction"], PAPER_LEAST, note=note)]
+        least = table.sort("fraction", "layer").row(0, named=True)
+        return [
+            Finding(
+                "mean fraction, least needing layer",
+                least["fraction"],
+                PAPER_LEAST,
+                least["ci_low"],
+                least["ci_high"],
+                note=f"layer {least['layer']}",
+            )
+        ]
 
     def figure(self, table: pl.DataFrame) -> Figure:
         if "kv_head" not in table.columns:
-            return super().figure(table)
+            import matplotlib.pyplot as plt
+
+            height = max(3.0, 0.2 * table.height + 1)
+            drawn, ax = plt.subplots(figsize=(6.4, height), layout="constrained")
+            self.plot(table, ax)
+            return drawn
         from coverage_lab.analyses import variation
 
         return variation.figure(table, f"Mean size of C*({self.gamma:g})")
@@ -93,8 +106,13 @@ class NeedMap(Analysis):
         ax.plot(table["fraction"], places, "o", color=seaborn.color_palette("colorblind")[0])
         ax.set_yticks(places, names)
         ax.set_ylim(len(names) - 0.5, -0.5)
-        ax.set(xlabel="pages needed, of the context", ylabel=group, title=f"Mean size of C*({self.gamma:g})")
-        ax.xaxis.set_major_formatter(PercentFormatter(1))
+        ax.set_xlim(left=0)
+        ax.set(
+            xlabel="pages needed, of the context",
+            ylabel=LABELS.get(group, group),
+            title=f"Mean size of C*({self.gamma:g})",
+        )
+        ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         ax.grid(axis="x", color="0.9")
         ax.set_axisbelow(True)
         seaborn.despine(ax=ax)

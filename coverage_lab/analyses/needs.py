@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from coverage_lab.bootstrap import ratio_interval
+from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import oracle_column
 
@@ -22,6 +23,8 @@ def needed(trace: Trace, gamma: float) -> pl.LazyFrame:
     CoverageLabError
         If the trace was recorded without this gamma.
     """
+    if not 0 < gamma <= 1:
+        raise CoverageLabError(f"--gamma {gamma:g} is not in (0, 1]")
     column = oracle_column(gamma)
     trace.require([column])
     requests = trace.requests.lazy().select("request_id", "task", "prompt_tokens")

@@ -11,6 +11,7 @@ import polars as pl
 from coverage_lab.analyses import Analysis, register
 from coverage_lab.analyses.lists import Lists, Tally, over_lists
 from coverage_lab.errors import CoverageLabError
+from coverage_lab.pages import check_page_size
 from coverage_lab.trace import Trace
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class PageSize(Analysis):
     """Tokens of C*(gamma) over the context, for pages of the trace's size and of powers of two of it.
 
-    The share of a larger page is the sum of its parts', so that one trace of small pages serves for all.
+    The share of a larger page is the sum of its parts', so that one trace of small pages serves for all:
+    record it with `--page-size 16` to see 16 to 128.
 
     Parameters
     ----------
@@ -44,6 +46,7 @@ class PageSize(Analysis):
     def __post_init__(self) -> None:
         if not 0 < self.gamma < 1:
             raise CoverageLabError(f"--gamma {self.gamma:g} is not between 0 and 1")
+        check_page_size(self.largest)
 
     def compute(self, trace: Trace) -> pl.DataFrame:
         """Return `page_size, pages, fraction, ci_low, ci_high, over_smallest, summaries, requests`.

@@ -7,12 +7,12 @@ import io
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from coverage_lab import __version__
-from coverage_lab.analyses import Analysis, Finding, analyses
+from coverage_lab.analyses import Analysis, Finding, analyses, need_map
 from coverage_lab.errors import CoverageLabError
 
 if TYPE_CHECKING:
@@ -65,9 +65,10 @@ class Section:
     """One analysis of all traces."""
 
     name: str
+    anchor: str
     title: str
     source: str
-    options: str
+    options: Sequence[str]
     parts: Sequence[Part]
 
 
@@ -132,7 +133,9 @@ def build(
                 parts.append(part)
                 for finding in found:
                     findings.setdefault(finding.what, {})[label] = finding
-            sections.append(Section(kind.name, _capital(kind.title), kind.source, _options(kind), parts))
+            sections.append(
+                Section(kind.name, _anchor(kind), _title(kind), kind.source, _options(kind), parts)
+            )
     sources = [_source(label, trace) for label, trace in zip(labels, traces, strict=True)]
     template = resources.files(__package__).joinpath("report.html.jinja").read_text(encoding="utf-8")
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
@@ -147,9 +150,21 @@ def build(
 
 
 def _kinds(seed: int) -> list[Analysis]:
-    """Return every registered analysis, those without a place in the order last."""
+    """Return every registered analysis, those without a place last, and the needs in every grouping."""
     names = sorted(analyses.names(), key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-    return [analyses.get(name)(seed=seed) for name in names]  # type: ignore[call-arg]
+    kinds: list[Analysis] = []
+    for name in names:
+        groups = [{"by": group} for group in need_map.GROUPS] if name == "need-map" else [{}]
+        kind = analyses.get(name)
+        own = {"seed": seed} if "seed" in {field.name for field in fields(kind)} else {}
+        kinds += [kind(**own, **options) for options in groups]
+    return kinds
+
+
+def _anchor(kind: Analysis) -> str:
+    """Return a section's name on the page."""
+    by = getattr(kind, "by", None)
+    return f"{kind.name}-{by.replace('_', '-')}" if by else kind.name
 
 
 def _labels(traces: Sequence[Trace]) -> list[str]:
@@ -259,14 +274,16 @@ def _source(label: str, trace: Trace) -> Source:
     return Source(label, list(facts.items()), text, [name.replace("_", " ") for name in columns], lines)
 
 
-def _options(kind: Analysis) -> str:
+def _options(kind: Analysis) -> list[str]:
     """Return the options of an analysis, as its command takes them."""
     shown = {name: value for name, value in vars(kind).items() if name != "seed"}
-    return " ".join(f"--{name} {value}" for name, value in shown.items())
+    return [f"--{name} {value}" for name, value in shown.items()]
 
 
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
+def _title(kind: Analysis) -> str:
+    by = getattr(kind, "by", None)
+    group = f", by {by.replace('_', ' ').replace('kv', 'KV')}" if by else ""
+    return kind.title[0].upper() + kind.title[1:] + group
 
 
 def _text(value: Any) -> str:

@@ -106,4 +106,8 @@ def _parts(lists: Lists) -> tuple[int, np.ndarray, dict[str, np.ndarray]]:
     if lists.first_page == 0:
         sink, local[..., 0] = local[..., 0].copy(), 0
     latest = local.sum(-1)
-    return lists.request, lists.layers, dict(zip(PARTS, (sink, latest, 1 - sink - latest), strict=True))
+    return (
+        lists.request,
+        lists.layers,
+        dict(zip(PARTS, (sink, latest, np.maximum(1 - sink - latest, 0)), strict=True)),
+    )

@@ -49,7 +49,7 @@ class Slots(Analysis):
             raise CoverageLabError(f"--overflow {self.overflow:g} is not between 0 and 1")
 
     def compute(self, trace: Trace) -> pl.DataFrame:
-        """Return `margin, overflow, ci_low, ci_high, reserve, note, paper`.
+        """Return `margin, overflow, ci_low, ci_high, reserve, reserve_ci_low, reserve_ci_high, note, paper`.
 
         `overflow` is the share of the lists that need more than their slots, `reserve` the slots over the
         pages needed.
@@ -83,12 +83,14 @@ class Slots(Analysis):
                 note = f"at most {self.overflow:.1%} overflow"
                 if self.overflow == PAPER_OVERFLOW:
                     paper = f"reserves {PAPER_RESERVE}"
+            ends = reserved.interval((margin,), self.seed)
             lines.append(
                 {
                     "margin": margin,
                     "overflow": shares[margin],
                     **over.interval((margin,), self.seed),
                     "reserve": reserved.mean((margin,)),
+                    **{f"reserve_{end}": value for end, value in ends.items()},
                     "note": note,
                     "paper": paper,
                 }
@@ -105,7 +107,8 @@ class Slots(Analysis):
                 )
             if line["note"]:
                 what = f"slots over pages needed, {line['note']}"
-                found.append(Finding(what, line["reserve"], PAPER_RESERVE))
+                low, high = line["reserve_ci_low"], line["reserve_ci_high"]
+                found.append(Finding(what, line["reserve"], PAPER_RESERVE, low, high))
         return found
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:

@@ -10,6 +10,7 @@ import polars as pl
 
 from coverage_lab.analyses import Analysis, register
 from coverage_lab.analyses.lists import Lists, Tally, over_lists
+from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import Trace
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Stability(Analysis):
     Parameters
     ----------
     policy : str
-        What chooses the pages, a list for every KV head.
+        What chooses the pages.
     target : float
         Exact mass below which a row counts as short.
     seed : int
@@ -47,6 +48,10 @@ class Stability(Analysis):
     policy: str = "exact/coverage:0.95"
     target: float = 0.95
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target <= 1:
+            raise CoverageLabError(f"--target {self.target:g} is not in (0, 1]")
 
     def compute(self, trace: Trace) -> pl.DataFrame:
         """Return `what, distance, overlap, coverage, ci_low, ci_high, rows_below, reads`.

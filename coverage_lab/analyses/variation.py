@@ -13,6 +13,7 @@ from coverage_lab.analyses import Analysis, Finding, register
 from coverage_lab.analyses.lists import Tally
 from coverage_lab.analyses.needs import steady
 from coverage_lab.bootstrap import interval, resample_weights
+from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import oracle_column
 
@@ -202,6 +203,8 @@ def _rows(trace: Trace, gamma: float) -> pl.LazyFrame:
 
 def _frames(trace: Trace, gamma: float) -> Iterator[pl.DataFrame]:
     """Yield the rows of every request: `layer, kv_head, step, n_pages, pages`."""
+    if not 0 < gamma <= 1:
+        raise CoverageLabError(f"--gamma {gamma:g} is not in (0, 1]")
     column = oracle_column(gamma)
     for frame in trace.frames(["layer", "kv_head", "step", "n_pages", column]):
         yield frame.select("layer", "kv_head", "step", *_as_numbers(column))

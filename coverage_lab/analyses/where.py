@@ -65,14 +65,14 @@ class Where(Analysis):
         sums = np.stack([kept[layer] for layer in names], 1)  # [requests, L, KV heads]
 
         whole = _figures(sums.sum(0) / rows.sum())
-        weights = resample_weights(requests, self.seed) if requests > 1 else np.zeros((0, 1))
-        drawn = np.einsum("nr,rlh->nlh", weights, sums) / (weights @ rows)[:, None, None]
-        low_high = {
-            key: np.array([interval(column) for column in values.reshape(len(values), -1).T]).reshape(
-                *values.shape[1:], 2
-            )
-            for key, values in _figures(drawn).items()
-        }
+        # One request has no interval.
+        low_high = {key: np.full((*values.shape, 2), np.nan) for key, values in whole.items()}
+        if requests > 1:
+            weights = resample_weights(requests, self.seed)
+            drawn = np.einsum("nr,rlh->nlh", weights, sums) / (weights @ rows)[:, None, None]
+            for key, values in _figures(drawn).items():
+                pairs = [interval(column) for column in values.reshape(len(values), -1).T]
+                low_high[key] = np.reshape(pairs, low_high[key].shape)
         lines = []
         for what, value in whole.items():
             ends = low_high[what]

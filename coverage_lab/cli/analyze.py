@@ -86,7 +86,7 @@ def _command(kind: type[Analysis]) -> Callable[..., None]:
             field.name,
             keyword,
             default=field.default,
-            annotation=Annotated[types[field.name], typer.Option()],
+            annotation=Annotated[types[field.name], typer.Option(min=0 if field.name == "seed" else None)],
         )
         for field in fields(kind)
     ]

@@ -16,7 +16,7 @@ JsonPath = Annotated[
 CsvPath = Annotated[Path | None, typer.Option("--csv", help="Write the records as CSV; - prints them alone.")]
 FigurePath = Annotated[Path | None, typer.Option("--figure", help="Draw to this file (.png, .svg or .pdf).")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of the bootstrap.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the bootstrap.")]
 
 # Of verbs that run the traced model on its requests.
 ModelPath = Annotated[

@@ -39,4 +39,4 @@ def report(
     output.write_text(to, made.html)
     to_screen = output.write_records(made.findings, json, csv)
     if not quiet and to != output.STDOUT and not to_screen:
-        print(f"{to}: {len(opened)} traces, {len(made.html) / 1e6:.1f} MB")
+        print(f"{to}: traces: {len(opened)}, {len(made.html) / 1e6:.1f} MB")

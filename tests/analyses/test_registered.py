@@ -115,6 +115,54 @@ def test_the_list_names_every_analysis(
     assert "leave out sinks" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def one_request(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    shape = synthetic.Shape(requests=1, layers=3, kv_heads=2, steps=4, pages=(20, 25), seed=4)
+    return Trace(synthetic.write(tmp_path_factory.mktemp("one") / "t", shape))
+
+
+@every_analysis
+def test_one_request_has_no_interval(name: str, one_request: Trace, tmp_path: Path) -> None:
+    made = analyses.get(name)()
+    if name == "context-growth":
+        with pytest.raises(CoverageLabError, match="growth needs requests of several lengths"):
+            made.compute(one_request)
+        return
+    table = made.compute(one_request)
+    for column in table.columns:
+        if column.endswith(("ci_low", "ci_high")):
+            assert table[column].is_nan().all(), column
+    made.figure(table).savefig(tmp_path / "f.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("estimator-error", "--gamma", "1.5"), "--gamma 1.5 is not between 0 and 1"),
+        (("estimator-error", "--fails", "-3"), "--fails -3 is not from 0 to 1"),
+        (("estimator-error", "--estimator", "mvr"), "did you mean 'mvar'"),
+        (("budgets", "--estimator", "nope"), "unknown estimator 'nope'"),
+        (("stability", "--target", "nan"), "--target nan is not in (0, 1]"),
+        (("need-map", "--gamma", "2"), "--gamma 2 is not in (0, 1]"),
+        (("variation", "--gamma", "nan"), "--gamma nan is not in (0, 1]"),
+        (("page-size", "--largest", "100"), "page size 100 is not a power of two"),
+        (("coarsening", "--seed", "-1"), "greater than or equal to 0"),
+    ],
+)
+def test_options_that_mean_nothing(
+    arguments: tuple[str, ...],
+    message: str,
+    trace: Trace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name, *options = arguments
+    assert run(monkeypatch, name, str(trace.path), *options) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
 # What they find
 
 
@@ -186,5 +234,5 @@ def test_context_growth(tmp_path: Path, exponent: float) -> None:
 
 
 def test_growth_needs_contexts_of_several_lengths(tmp_path: Path) -> None:
-    with pytest.raises(CoverageLabError, match="contexts of one length only"):
+    with pytest.raises(CoverageLabError, match="growth needs requests of several lengths"):
         analyses.get("context-growth")().compute(grown(tmp_path, 1.0, (40, 40)))

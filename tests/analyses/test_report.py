@@ -85,9 +85,11 @@ def text(traces: list[Trace]) -> str:
 def test_every_analysis_is_on_the_page(text: str, traces: list[Trace]) -> None:
     page = Page(text)
     anchors = {value for tag, name, value in page.attributes if (tag, name) == ("h2", "id")}
-    assert anchors == {"paper", "traces", *analyses.names()}
+    needs = {f"need-map-{by}" for by in ("kv-head", "layer", "task", "context", "step")}
+    sections = needs | set(analyses.names()) - {"need-map"}
+    assert anchors == {"paper", "traces", *sections}
     pictures = [value for tag, name, value in page.attributes if (tag, name) == ("img", "src")]
-    assert len(pictures) == len(traces) * len(analyses.names())
+    assert len(pictures) == len(traces) * len(sections)
     for picture in pictures:
         head, _, data = picture.partition(",")
         assert head == "data:image/svg+xml;base64"
@@ -125,13 +127,12 @@ def test_figures_of_the_paper_stand_beside_ours(traces: list[Trace], text: str) 
 
 @pytest.mark.parametrize("name", analyses.names())
 def test_findings_are_those_of_the_table(name: str, traces: list[Trace]) -> None:
-    made = analyses.get(name)()
+    made = analyses.get(name)(**({"by": "layer"} if name == "need-map" else {}))
     table = made.compute(traces[0])
     numbers = [column.to_list() for column in table.select(pl.col(pl.Float64))]
     for finding in made.findings(table):
         assert finding.paper is not None
-        if name != "need-map":  # a mean over heads of the table's
-            assert any(finding.ours in column for column in numbers)
+        assert any(finding.ours in column for column in numbers)
 
 
 def test_the_same_traces_give_the_same_page(traces: list[Trace], text: str) -> None:

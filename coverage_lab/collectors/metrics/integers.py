@@ -5,6 +5,7 @@ import re
 # A number with its sign, unless the sign joins it to something; thousands may have commas.
 _NUMBER = re.compile(r"(?:(?<![\w)\]}])[-−])?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d)")
 _WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|boldsymbol)\s*")
+_UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^\d{}]*\}\s*$")
 _ORNAMENT = re.compile(r"\\[,;:! ]|\\left|\\right|\\displaystyle|\^\\circ|\^\{\\circ\}|\\degree|[\s${}]")
 
 
@@ -13,14 +14,14 @@ def final_integer(text: str) -> str | None:
 
     1. If there is a closed `\boxed{...}`, the last one decides: it must hold an integer, perhaps behind
        an equals sign, and besides only braces, dollar signs, spaces, `\text` and its like, a degree
-       sign or a full stop.
+       sign or a full stop, and words in `\text` at its end, as a unit.
     2. Else it is the last integer of the text; numbers with a fractional part are passed over.
 
     `7`, `007` and `7.0` are the same integer, and `1,234` is one. It is returned in its shortest form.
     """
     box = _last_box(text)
     if box is not None:
-        plain = _ORNAMENT.sub("", _WRAPPER.sub("", box.replace("{,}", ","))).rstrip(".")
+        plain = _ORNAMENT.sub("", _WRAPPER.sub("", _UNIT.sub("", box.replace("{,}", ",")))).rstrip(".")
         number = _NUMBER.fullmatch(plain.rpartition("=")[2])
         return _integer(number[0]) if number else None
     integers = (_integer(number) for number in _NUMBER.findall(text))
