@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from coverage_lab.registry import Registry
 
@@ -85,6 +86,21 @@ class Analysis(ABC):
         drawn, ax = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
         self.plot(table, ax)
         return drawn
+
+
+def beside_paper(
+    table: pl.DataFrame,
+    value: str,
+    what: Callable[[dict[str, Any]], str],
+    unit: str = "ratio",
+    note: Callable[[dict[str, Any]], str] = lambda line: "",
+) -> list[Finding]:
+    """Return a finding for every line of a table that has a `paper`; its interval is `ci_low, ci_high`."""
+    return [
+        Finding(what(line), line[value], line["paper"], line["ci_low"], line["ci_high"], unit, note(line))
+        for line in table.to_dicts()
+        if line["paper"] is not None
+    ]
 
 
 analyses: Registry[Analysis] = Registry("analysis", __name__)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, Finding, register
+from coverage_lab.analyses import Analysis, Finding, beside_paper, register
 from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import share_column
 
@@ -69,17 +69,12 @@ class Budgets(Analysis):
         )
 
     def findings(self, table: pl.DataFrame) -> list[Finding]:
-        return [
-            Finding(
-                f"tokens over the oracle set, {_rule(line['policy'])}",
-                line["tokens_over_oracle"],
-                line["paper"],
-                line["ci_low"],
-                line["ci_high"],
-                note=line["policy"].partition("/")[2],
-            )
-            for line in table.filter(pl.col("paper").is_not_null()).to_dicts()
-        ]
+        return beside_paper(
+            table,
+            "tokens_over_oracle",
+            lambda line: f"tokens over the oracle set, {_rule(line['policy'])}",
+            note=lambda line: line["policy"].partition("/")[2],
+        )
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt
@@ -89,7 +84,7 @@ class Budgets(Analysis):
         places = np.arange(table.height)
         ax.barh(places, table["tokens_over_oracle"], color=seaborn.color_palette("colorblind")[0])
         ax.hlines(places, table["ci_low"], table["ci_high"], color="0.2", lw=1.5)
-        ends = table["ci_high"].fill_nan(None).fill_null(table["tokens_over_oracle"])
+        ends = table.select(pl.col("ci_high").fill_nan(pl.col("tokens_over_oracle")))["ci_high"]
         for place, (ratio, end) in enumerate(zip(table["tokens_over_oracle"], ends, strict=True)):
             ax.text(end + 0.03, place, f"{ratio:.2f}", va="center")
         ax.axvline(1, color="0.4", lw=1, ls="--")

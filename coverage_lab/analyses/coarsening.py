@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, Finding, register
+from coverage_lab.analyses import Analysis, Finding, beside_paper, register
 from coverage_lab.analyses.lists import Lists, over_lists
 from coverage_lab.analyses.needs import steady
 from coverage_lab.bootstrap import interval
@@ -114,17 +114,9 @@ class Coarsening(Analysis):
         return pl.DataFrame(lines, infer_schema_length=None)
 
     def findings(self, table: pl.DataFrame) -> list[Finding]:
-        return [
-            Finding(
-                f"pages read, {self.policy}, {line['scheme']}",
-                line["reads"],
-                line["paper"],
-                line["ci_low"],
-                line["ci_high"],
-                "share",
-            )
-            for line in table.filter(pl.col("paper").is_not_null()).to_dicts()
-        ]
+        return beside_paper(
+            table, "reads", lambda line: f"pages read, {self.policy}, {line['scheme']}", "share"
+        )
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt
@@ -136,14 +128,16 @@ class Coarsening(Analysis):
         places = np.arange(table.height)
         ax.barh(places, table["reads"], color=[colours[1], *[colours[0]] * (table.height - 1)])
         ax.hlines(places, table["ci_low"], table["ci_high"], color="0.2", lw=1.5)
-        for place, (reads, high) in enumerate(zip(table["reads"], table["ci_high"], strict=True)):
-            ax.text(high + 0.01, place, f"{reads:.0%}", va="center")
+        # One request has no interval.
+        ends = table.select(pl.col("ci_high").fill_nan(pl.col("reads")))["ci_high"].to_list()
+        for place, (reads, end) in enumerate(zip(table["reads"], ends, strict=True)):
+            ax.text(end + 0.01, place, f"{reads:.0%}", va="center")
         ax.set_yticks(places, table["scheme"].to_list())
         ax.invert_yaxis()
         ax.set(
             xlabel=f"pages read, of the context; batches of {self.batch}",
             title=self.policy,
-            xlim=(0, max(1.0, table["ci_high"].max() * 1.1)),  # type: ignore[operator]
+            xlim=(0, max(1.0, 1.1 * max(ends))),
         )
         ax.xaxis.set_major_formatter(PercentFormatter(1))
         seaborn.despine(ax=ax)

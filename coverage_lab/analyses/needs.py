@@ -13,6 +13,15 @@ from coverage_lab.trace import Trace
 from coverage_lab.trace.schema import oracle_column
 
 
+def recorded_column(trace: Trace, gamma: float) -> str:
+    """Return the column with the size of C*(gamma), or raise CoverageLabError if the trace has none."""
+    if not 0 < gamma <= 1:
+        raise CoverageLabError(f"--gamma {gamma:g} is not in (0, 1]")
+    column = oracle_column(gamma)
+    trace.require([column])
+    return column
+
+
 def needed(trace: Trace, gamma: float) -> pl.LazyFrame:
     """Return all rows with `needed`, the pages of C*(gamma), and `fraction`, that over the row's pages.
 
@@ -23,10 +32,7 @@ def needed(trace: Trace, gamma: float) -> pl.LazyFrame:
     CoverageLabError
         If the trace was recorded without this gamma.
     """
-    if not 0 < gamma <= 1:
-        raise CoverageLabError(f"--gamma {gamma:g} is not in (0, 1]")
-    column = oracle_column(gamma)
-    trace.require([column])
+    column = recorded_column(trace, gamma)
     requests = trace.requests.lazy().select("request_id", "task", "prompt_tokens")
     return (
         trace.scan()

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, Finding, register
+from coverage_lab.analyses import Analysis, Finding, beside_paper, register
 from coverage_lab.analyses.lists import Tally
-from coverage_lab.analyses.needs import steady
+from coverage_lab.analyses.needs import recorded_column, steady
 from coverage_lab.bootstrap import interval, resample_weights
-from coverage_lab.errors import CoverageLabError
 from coverage_lab.trace import Trace
-from coverage_lab.trace.schema import oracle_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,10 +58,7 @@ class Variation(Analysis):
         return compute(trace, self.gamma, self.seed)
 
     def findings(self, table: pl.DataFrame) -> list[Finding]:
-        return [
-            Finding(line["quantity"], line["value"], line["paper"], line["ci_low"], line["ci_high"])
-            for line in table.filter(pl.col("paper").is_not_null()).to_dicts()
-        ]
+        return beside_paper(table, "value", lambda line: line["quantity"])
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt
@@ -196,16 +191,13 @@ def figure(table: pl.DataFrame, title: str = "Mean size of the oracle set") -> F
 
 
 def _rows(trace: Trace, gamma: float) -> pl.LazyFrame:
-    column = oracle_column(gamma)
-    trace.require([column])
+    column = recorded_column(trace, gamma)
     return trace.scan().select("layer", "kv_head", *_as_numbers(column))
 
 
 def _frames(trace: Trace, gamma: float) -> Iterator[pl.DataFrame]:
     """Yield the rows of every request: `layer, kv_head, step, n_pages, pages`."""
-    if not 0 < gamma <= 1:
-        raise CoverageLabError(f"--gamma {gamma:g} is not in (0, 1]")
-    column = oracle_column(gamma)
+    column = recorded_column(trace, gamma)
     for frame in trace.frames(["layer", "kv_head", "step", "n_pages", column]):
         yield frame.select("layer", "kv_head", "step", *_as_numbers(column))
 

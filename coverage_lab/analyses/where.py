@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from coverage_lab.analyses import Analysis, Finding, register
+from coverage_lab.analyses import Analysis, Finding, beside_paper, register
 from coverage_lab.analyses.lists import Lists, over_lists
 from coverage_lab.analyses.needs import steady
 from coverage_lab.bootstrap import interval, resample_weights
@@ -91,16 +91,11 @@ class Where(Analysis):
         return pl.DataFrame(lines, infer_schema_length=None)
 
     def findings(self, table: pl.DataFrame) -> list[Finding]:
-        return [
-            Finding(
-                f"{self.policy}, {line['what']} (paper: Qwen3-4B-Thinking, AIME)",
-                line["value"],
-                line["paper"],
-                line["ci_low"],
-                line["ci_high"],
-            )
-            for line in table.filter(pl.col("paper").is_not_null()).to_dicts()
-        ]
+        return beside_paper(
+            table,
+            "value",
+            lambda line: f"{self.policy}, {line['what']} (paper: Qwen3-4B-Thinking, AIME)",
+        )
 
     def plot(self, table: pl.DataFrame, ax: Axes | None = None) -> Axes:
         import matplotlib.pyplot as plt

@@ -192,7 +192,8 @@ def test_the_command(
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+# A browser is no package of Python's, and CI has none: the tests above read the page without one.
+@pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed")
 def test_a_browser_draws_it(text: str, tmp_path: Path) -> None:
     (tmp_path / "r.html").write_text(text, encoding="utf-8")
     base = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'u'}"]
