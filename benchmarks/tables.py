@@ -245,19 +245,9 @@ def division() -> str:
             "yes" if line["host"] else "no",
         ]
         for line in load("balance")["records"]
-        if line["table"] == "division"
     ]
     header = ["scheme", "blocks", "pages read over selected", "time over an even division", "host must know"]
     return markdown(header, rows)
-
-
-def slots() -> str:
-    rows = [
-        [f"{line['margin']:.3g}", percent(line["overflow"]), f"{line['reserve']:.2f}"]
-        for line in load("balance")["records"]
-        if line["table"] == "slots"
-    ]
-    return markdown(["margin", "lists that overflow", "slots over pages needed"], rows)
 
 
 def findings() -> str:
@@ -338,7 +328,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "path": path,
     "aims": aims,
     "division": division,
-    "slots": slots,
     "findings": findings,
     "kernels_beside": kernels_beside,
     "scale": scale,

@@ -1,6 +1,5 @@
 """The commands that read traces or time kernels, as a shell runs them: output, exit codes, messages."""
 
-import itertools
 import json
 import shlex
 from collections.abc import Callable
@@ -323,30 +322,21 @@ class TestBalance:
         assert "128 lists at 32kx16: 22.0% of 512 pages, CV 0.75; 132 multiprocessors, 2 blocks each" in out
         for title in ("rectangular grid", "FA3 splits", "self-planning (paper)", "even split (coverage-lab)"):
             assert title in out
-        assert "Slots sized" not in out
         assert (tmp_path / "b.png").stat().st_size > 5000
 
     def test_a_trace(self, run: Run, synthetic_trace: Path):
         code, out, _ = run("balance", synthetic_trace, "--shape", "8kx4", "--kv-heads", 2, "--page-size", 16)
         assert code == 0
         assert "8 lists at 8kx4" in out
-        # 4 requests of 4 layers of 2 KV heads, 7 pairs of the 8 steps each.
-        assert "Slots sized from the step before, 224 pairs of steps (paper: 40% overflow; 2.4% with" in out
 
-    def test_json_holds_both_tables(self, run: Run, synthetic_trace: Path):
+    def test_json_holds_the_table(self, run: Run, synthetic_trace: Path):
         options = ("--multiprocessors", 4, "--resident", 1, "--json", "-")
         _, out, _ = run("balance", synthetic_trace, *options)
         document = json.loads(out)
         assert document["lists"]["rows"] == 128
-        records = document["records"]
-        division = {r["scheme"]: r for r in records if r["table"] == "division"}
+        division = {r["scheme"]: r for r in document["records"]}
         assert list(division) == ["rectangular", "buckets", "fa3", "flashinfer", "self-planning", "even"]
         assert division["even"]["blocks"] == 4
-        slots = [r for r in records if r["table"] == "slots"]
-        assert [r["margin"] for r in slots[:4]] == [1.0, 1.25, 1.5, 2.0]
-        # And the margin that leaves as much overflow as the paper's.
-        assert slots[4]["overflow"] <= 0.024 < slots[0]["overflow"]
-        assert all(a["overflow"] >= b["overflow"] for a, b in itertools.pairwise(slots))
 
     def test_the_spread_decides_and_the_seed_which_lists_of_a_trace(self, run: Run, synthetic_trace: Path):
         def lines(*options: object) -> str:
@@ -382,11 +372,3 @@ class TestBalance:
         assert "--estimators exact,mvar,quest" in refused(
             run, "balance", synthetic_trace, "--policy", "quest/coverage:0.9"
         )
-
-    def test_one_step_has_none_before(self, run: Run, tmp_path: Path):
-        alone = synthetic.write(tmp_path / "t", synthetic.Shape(requests=2, steps=1))
-        code, out, err = run("balance", alone, "--policy", "exact/coverage:0.9")
-        assert code == 0
-        assert "even split" in out
-        assert "Slots" not in out
-        assert err == "no request has two steps: nothing on slots sized from the step before\n"

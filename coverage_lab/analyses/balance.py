@@ -235,45 +235,6 @@ def makespan(work: Sequence[int] | np.ndarray, slots: int) -> int:
     return max(free)
 
 
-def slots_from_before(
-    previous: np.ndarray, counts: np.ndarray, margins: Sequence[float] = (1.0, 1.25, 1.5, 2.0)
-) -> pl.DataFrame:
-    """Return what slots sized from the previous step cost (paper 2.2.2).
-
-    A list gets `margin` times the pages of the step before. If it needs more, it overflows.
-
-    Parameters
-    ----------
-    previous, counts : ndarray
-        `[rows]`: pages of each list in one step and in the next.
-    margins : sequence of float
-
-    Returns
-    -------
-    DataFrame
-        `margin, overflow, reserve`: share of the lists that overflow, and slots over pages needed.
-    """
-    lines = []
-    for margin in margins:
-        slots = np.ceil(margin * previous)
-        lines.append(
-            {
-                "margin": float(margin),
-                "overflow": float(np.mean(counts > slots)),
-                "reserve": float(slots.sum() / counts.sum()),
-            }
-        )
-    return pl.DataFrame(lines)
-
-
-def margin_for(previous: np.ndarray, counts: np.ndarray, overflow: float) -> float:
-    """Return the least margin with which at most this share of the lists overflows."""
-    # A list fits once margin * previous is more than one page less than it needs.
-    fits = np.sort((counts - 1) / previous)
-    exceeding = min(int(overflow * len(fits)), len(fits) - 1)
-    return max(float(fits[len(fits) - 1 - exceeding]) * (1 + 1e-9), 1e-9)
-
-
 def plot(
     counts: np.ndarray, scheme: str, ax: Axes | None = None, gpu: Gpu | None = None, bars: int = 12
 ) -> Axes:

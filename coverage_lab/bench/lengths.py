@@ -135,21 +135,3 @@ def kept_fractions(trace: Trace, policy: Policy) -> list[np.ndarray]:
         fractions = (kept[:, 0] / n_pages).reshape(layers, heads, -1)
         blocks.setdefault(request, []).append(fractions)
     return [np.concatenate(parts) for parts in blocks.values()]
-
-
-def neighbouring_steps(trace: Trace, policy: Policy) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the pages that a policy keeps of each row of a trace, and of the same KV head one step later.
-
-    None if no request has two steps.
-    """
-    from coverage_lab.policies.evaluate import policy_counts
-
-    heads = int(trace.geometry["kv_heads"])
-    before, after = [], []
-    for _, layer, _, _, kept in policy_counts(trace, [policy]):
-        pages = kept[:, 0].reshape(len(np.unique(layer)) * heads, -1)
-        before.append(pages[:, :-1].ravel())
-        after.append(pages[:, 1:].ravel())
-    if not sum(map(len, before)):
-        return None
-    return np.concatenate(before), np.concatenate(after)

@@ -11,8 +11,6 @@ import typer
 
 from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet
 
-PAPER_OVERFLOW = 0.024
-
 
 def balance(
     trace: Annotated[
@@ -57,24 +55,11 @@ def balance(
         )
     gpu = analysis.Gpu(multiprocessors=multiprocessors, resident=resident, page_size=page_size)
     parsed = parse_policy(policy)
-    steps = None
     if trace is not None:
-        found = Trace(trace)
-        counts = lengths.of_trace(found, parsed, where.batch, kv_heads, pages, seed).ravel()
-        steps = lengths.neighbouring_steps(found, parsed)
-        if steps is None and not quiet:
-            print("no request has two steps: nothing on slots sized from the step before", file=sys.stderr)
+        counts = lengths.of_trace(Trace(trace), parsed, where.batch, kv_heads, pages, seed).ravel()
     else:
         counts = lengths.drawn(rows, pages, kept, cv, seed)
     table = analysis.compute(counts, gpu)
-    before = None
-    if steps is not None:
-        # Beside round margins the one that leaves as much overflow as the paper's.
-        enough = analysis.margin_for(*steps, PAPER_OVERFLOW)
-        before = analysis.slots_from_before(*steps, [1.0, 1.25, 1.5, 2.0, enough])
-    records = [{"table": "division", **line} for line in table.to_dicts()]
-    if before is not None:
-        records += [{"table": "slots", **line} for line in before.to_dicts()]
     spread = counts.std() / counts.mean()
     head = {
         "analysis": "balance",
@@ -86,7 +71,7 @@ def balance(
             "cv": counts.std() / counts.mean(),
         },
     }
-    if not output.write_records(records, json, csv, head):
+    if not output.write_records(table.to_dicts(), json, csv, head):
         screen = output.console()
         title = (
             f"{rows} lists at {where}: {counts.mean() / pages:.1%} of {pages} pages, CV {spread:.2f}; "
@@ -118,21 +103,6 @@ def balance(
                 "division of the selected pages.",
                 highlight=False,
                 soft_wrap=True,
-            )
-        if steps is not None and before is not None:
-            lines = [
-                [f"{line['margin']:.3g}", output.percent(line["overflow"]), output.number(line["reserve"], 2)]
-                for line in before.to_dicts()
-            ]
-            columns = ["margin", "lists that\noverflow", "slots over\npages needed"]
-            output.print_table(
-                screen,
-                (
-                    f"Slots sized from the step before, {len(steps[0]):,} pairs of steps "
-                    f"(paper: 40% overflow; {PAPER_OVERFLOW:.1%} with 1.77 times the slots needed)"
-                ),
-                columns,
-                lines,
             )
     if figure:
         output.save_figure(analysis.figure(counts, gpu), figure)

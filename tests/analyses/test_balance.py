@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import matplotlib as mpl
 import numpy as np
-import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -229,51 +228,6 @@ class TestCompute:
         over = dict(balance.compute(counts).select("scheme", "over_even").iter_rows())
         assert 1 <= over["even"] < 1.02
         assert over["even"] == min(over.values())
-
-
-class TestSlotsFromBefore:
-    PREVIOUS, COUNTS = np.array([10, 10, 4, 8]), np.array([10, 13, 8, 6])
-
-    def test_by_hand(self) -> None:
-        found = balance.slots_from_before(self.PREVIOUS, self.COUNTS, (1.0, 1.25, 2.0))
-        assert found.equals(
-            pl.DataFrame(
-                {
-                    "margin": [1.0, 1.25, 2.0],
-                    # 13 > 10 and 8 > 4; at 1.25 the slots are 13 (12.5 rounded up), 13, 5, 10.
-                    "overflow": [0.5, 0.25, 0.0],
-                    "reserve": [32 / 37, 41 / 37, 64 / 37],
-                }
-            )
-        )
-
-    def test_round_margins_by_default(self) -> None:
-        found = balance.slots_from_before(self.PREVIOUS, self.COUNTS)
-        assert found["margin"].to_list() == [1.0, 1.25, 1.5, 2.0]
-
-    @pytest.mark.parametrize(
-        ("overflow", "margin"), [(0.0, 1.75), (0.24, 1.75), (0.25, 1.2), (0.5, 0.9), (1.0, 0.625)]
-    )
-    def test_the_margin_for_an_overflow(self, overflow: float, margin: float) -> None:
-        # Slots are whole: a list of 8 after one of 4 fits from 7 / 4 on, and so on: 0.625, 0.9, 1.2, 1.75.
-        assert balance.margin_for(self.PREVIOUS, self.COUNTS, overflow) == pytest.approx(margin, rel=1e-8)
-
-    def test_a_smaller_margin_will_not_do(self) -> None:
-        generator = np.random.default_rng(0)
-        previous, counts = generator.integers(1, 50, (2, 1000))
-        margin = balance.margin_for(previous, counts, 0.1)
-        found = balance.slots_from_before(previous, counts, [margin, margin - 1e-6])["overflow"]
-        assert found[0] <= 0.1 < found[1]
-
-    @given(
-        pairs=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=30),
-        overflow=st.floats(0, 1),
-    )
-    def test_no_more_overflow_than_was_said(self, pairs: list[tuple[int, int]], overflow: float) -> None:
-        previous, counts = np.array(pairs).T
-        margin = balance.margin_for(previous, counts, overflow)
-        found = balance.slots_from_before(previous, counts, [margin])["overflow"][0]
-        assert found <= overflow + 1e-12
 
 
 def segments(ax: Axes) -> dict[int, list[tuple[float, float, bool]]]:

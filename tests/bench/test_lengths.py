@@ -154,22 +154,6 @@ class TestOfTrace:
         for part, (kept, pages) in zip(found, wanted, strict=True):
             assert part == pytest.approx(kept / pages)
 
-    @pytest.mark.parametrize("elements", [1 << 18, 1])
-    def test_neighbouring_steps_are_of_one_head(
-        self, monkeypatch: pytest.MonkeyPatch, trace: Trace, estimator: str, elements: int
-    ):
-        blocks_of(monkeypatch, elements)
-        before, after = lengths.neighbouring_steps(trace, parse_policy(f"{estimator}/coverage:{GAMMA}"))
-        wanted = [
-            (kept[layer, head, step], kept[layer, head, step + 1])
-            for kept, _ in by_numpy(trace, estimator)
-            for layer in range(3)
-            for head in range(2)
-            for step in range(kept.shape[2] - 1)
-        ]
-        assert list(zip(before.tolist(), after.tolist(), strict=True)) == wanted
-        assert len(wanted) == 3 * 2 * (4 + 0 + 6)
-
     def test_lists_of_another_context(self, trace: Trace, estimator: str):
         policy = parse_policy(f"{estimator}/coverage:{GAMMA}")
         found = lengths.of_trace(trace, policy, batch=20, kv_heads=2, pages=500, seed=1)
@@ -214,11 +198,6 @@ def blocks_of(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     """Have a trace read in blocks of at most this size."""
     spans = Trace.spans
     monkeypatch.setattr(Trace, "spans", lambda self, columns: spans(self, columns, elements))
-
-
-def test_without_a_step_before_there_are_no_neighbours(tmp_path: Path) -> None:
-    alone = Trace(synthetic.write(tmp_path / "t", synthetic.Shape(requests=2, steps=1)))
-    assert lengths.neighbouring_steps(alone, parse_policy("mvar/coverage:0.9")) is None
 
 
 def test_shares_that_were_not_recorded_are_named(tmp_path: Path) -> None:
