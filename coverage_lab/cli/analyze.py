@@ -72,7 +72,8 @@ def _command(kind: type[Analysis]) -> Callable[..., None]:
         table = analysis.compute(data)
         if not output.write_records(table.to_dicts(), json, csv):
             model = data.manifest["run"]["model"]["model"]
-            title = f"{kind.title[0].upper()}{kind.title[1:]}: {model}, {len(data.shards)} requests"
+            requests = output.counted(len(data.shards), "request")
+            title = f"{kind.title[0].upper()}{kind.title[1:]}: {model}, {requests}"
             output.print_table(
                 output.console(), title, table.columns, [list(map(_cell, row)) for row in table.rows()]
             )

@@ -70,6 +70,7 @@ def collect(
         raise CoverageLabError("--record counts stores no shares, so no estimates; leave out --estimators")
     from rich.console import Console
 
+    from coverage_lab.cli.output import counted
     from coverage_lab.cli.progress import CollectProgress
     from coverage_lab.collectors.collect import CollectOptions
     from coverage_lab.collectors.collect import collect as run
@@ -114,24 +115,20 @@ def collect(
     if not quiet:
         state = " was complete already" if summary.complete_before else ""
         messages.print(
-            f"{output}{state}: {_plural(ok, 'request')}, {_plural(summary.steps, 'step')} in all, "
-            f"{_plural(summary.rows, 'row')}, {summary.bytes / 1e6:.1f} MB, {summary.seconds:.0f} s",
+            f"{output}{state}: {counted(ok, 'request')}, {counted(summary.steps, 'step')} in all, "
+            f"{counted(summary.rows, 'row')}, {summary.bytes / 1e6:.1f} MB, {summary.seconds:.0f} s",
             highlight=False,
             soft_wrap=True,
         )
         if summary.empty:
             messages.print(
-                f"{_plural(summary.empty, 'request')} ended before the first step and left no rows; "
+                f"{counted(summary.empty, 'request')} ended before the first step and left no rows; "
                 "--ignore-eos goes on after an end-of-sequence token",
                 highlight=False,
                 soft_wrap=True,
             )
     if failed:
-        messages.print(f"{_plural(failed, 'request')} failed:", highlight=False)
+        messages.print(f"{counted(failed, 'request')} failed:", highlight=False)
         for line in summary.errors:
             messages.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -79,7 +79,7 @@ _DROPPABLE = ("metadata", "coverage\np1", "requested", "coverage\nmean", "covera
 
 def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_rows: float) -> None:
     from coverage_lab.analyses.comparison import TITLES
-    from coverage_lab.cli.output import console, number, percent, print_table
+    from coverage_lab.cli.output import console, counted, number, percent, print_table
 
     below = f"rows below\n{target_coverage:g}"
     anchor = next((record["policy"] for record in records if record["note"] == "anchor"), "")
@@ -114,7 +114,7 @@ def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_row
         print_table(screen, heading, list(cells), list(zip(*cells.values(), strict=True)), _DROPPABLE)
     requests = records[0]["requests"]
     explained = (
-        f"{records[0]['rows']:,} rows of {requests} request{'' if requests == 1 else 's'}. "
+        f"{counted(records[0]['rows'], 'row')} of {counted(requests, 'request')}. "
         "Requested is the budget's own number, all else is realised. "
         "Reads are kept pages over all pages; metadata is what the estimate reads beside them "
         "(exact reads every key)."

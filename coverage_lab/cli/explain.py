@@ -89,7 +89,9 @@ def show(lines: list[dict[str, Any]], title: str) -> None:
         for line in variants
     ]
     columns = ["lists", "reads", "KL to dense,\nnats", "95% interval", "mean\ncoverage"]
-    output.print_table(screen, f"{title}: {variants[0]['requests']} requests", columns, rows)
+    output.print_table(
+        screen, f"{title}: {output.counted(variants[0]['requests'], 'request')}", columns, rows
+    )
     if not heads:
         return
     rows = [

@@ -133,7 +133,11 @@ def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
             del columns[name]
     rows = [[text(line) for text in columns.values()] for line in found]
     screen = output.console()
-    title += f": {found[0]['requests']} requests, {found[0]['steps']} steps"
+    requests, steps = (
+        output.counted(found[0]["requests"], "request"),
+        output.counted(found[0]["steps"], "step"),
+    )
+    title += f": {requests}, {steps}"
     droppable = ["backend", "meta-\ndata", "p99", "rows\n< 0.95", "mean\ncoverage", "pages /\noracle"]
     output.print_table(screen, title, list(columns), rows, droppable)
     if not quiet:

@@ -123,7 +123,9 @@ def write(
         ]
         for finding in report.findings
     ]
-    title = f"{report.title}: {described}" + (f", {requests} requests" if report.outcomes else "")
+    title = f"{report.title}: {described}" + (
+        f", {output.counted(requests, 'request')}" if report.outcomes else ""
+    )
     output.print_table(output.console(), title, ["", "paper", "ours", "95% interval", "note"], rows, ["note"])
 
 

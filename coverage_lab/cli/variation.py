@@ -27,7 +27,8 @@ def variation(
     data = Trace(trace)
     found = analysis.compute(data, gamma, seed)
     needs = analysis.need_map(data, gamma)
-    title = f"C*({gamma:g}): {data.manifest['run']['model']['model']}, {len(data.shards)} requests"
+    model = data.manifest["run"]["model"]["model"]
+    title = f"C*({gamma:g}): {model}, {output.counted(len(data.shards), 'request')}"
     if not output.write_records(found.to_dicts(), json, csv):
         screen = output.console()
         rows = [

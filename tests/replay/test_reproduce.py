@@ -687,7 +687,7 @@ class TestTimePerToken:
             assert [finding.ours for finding in found[3:]] == [30 / 8, 20 / 8]
             assert found[3].paper is None
             assert found[4].paper == ratio
-            assert found[4].note == "the rule reads 25.0%"
+            assert found[4].note == "the rule reads 25.0%, 0.01 nats from SDPA"
         assert not [finding for finding in tpot._findings("own", timed, None) if finding.paper is not None]
 
     def test_arms_that_say_something_else_are_refused(self):
@@ -699,10 +699,16 @@ class TestTimePerToken:
         assert [apart[tpot.SDPA], apart[tpot.EVERY]] == pytest.approx([0, 0], abs=1e-6)
         p, q = (near[name].double().softmax(-1) for name in (tpot.SDPA, tpot.RULE))
         assert apart[tpot.RULE] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()))
-        for name in (tpot.EVERY, tpot.RULE):
-            for wrong in (3 * torch.randn(4, 50, generator=generator), dense * torch.nan):
-                with pytest.raises(CoverageLabError, match="nats from dense SDPA"):
-                    tpot.check(near | {name: wrong})
+        other = 3 * torch.randn(4, 50, generator=generator)
+        for name, wrong in (
+            (tpot.EVERY, other),
+            (tpot.EVERY, dense * torch.nan),
+            (tpot.RULE, dense * torch.nan),
+        ):
+            with pytest.raises(CoverageLabError, match="nats from dense SDPA"):
+                tpot.check(near | {name: wrong})
+        # An estimate that fails on a model is no fault of the kernels: it stands in the table.
+        assert tpot.check(near | {tpot.RULE: other})[tpot.RULE] > 1
 
 
 @pytest.mark.parametrize("comparison", [estimators, equal_reads, granularity])
