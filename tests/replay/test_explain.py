@@ -538,7 +538,7 @@ class TestCommand:
     def test_tables(self, run: Any):
         code, out, err = run("--policy", "mean/fixed:4", "--limit", 1)
         assert (code, err) == (0, "")
-        assert "under mean/fixed:4: 1 requests" in out
+        assert "under mean/fixed:4: 1 request\n" in out
         assert f"The {LAYERS * HEADS} worst of {LAYERS * HEADS} KV heads" in out
         for name in ("every page", "as it is", *SWAPS, SPARED, "layer 1, KV head 2"):
             assert name in out
