@@ -53,7 +53,8 @@ def equal_reads() -> str:
             if "profiled" in budget:
                 budget = line["policy"].partition(",")[0]
             families.setdefault(f"`{budget}`", {})[model] = line
-    return _beside(families)
+    # The rule of each estimator, then what was matched to it.
+    return _beside(dict(sorted(families.items(), key=lambda item: "exact" in item[0])))
 
 
 def paper_beside() -> str:
@@ -121,30 +122,30 @@ def worst_heads() -> str:
 
 
 def backends() -> str:
-    """Return the figures of both backends, on the requests that both ran."""
+    """Return the figures of both backends, in both of the types that the kernels take."""
     rows = []
     for model, title in MODELS.items():
-        kernels, plain = (load(f"{name}_{model}") for name in ("replay", "reference"))
-        common = {record["request_id"] for record in plain["records"]}
-        for line in kernels["summary"]:
-            ran = [
-                [r for r in of["records"] if r["policy"] == line["policy"] and r["request_id"] in common]
-                for of in (kernels, plain)
-            ]
+        results = ("replay", "reference", "fp16_replay", "fp16_reference")
+        lines = [{line["policy"]: line for line in load(f"{name}_{model}")["summary"]} for name in results]
+        for policy, line in lines[0].items():
             alike = line.get("equal_rows")
             rows.append(
                 [
-                    f"{title}, `{line['policy']}`",
+                    f"{title}, `{policy}`",
                     "" if alike is None else f"{100 * alike:.3f}%",
-                    *(f"{_divergence(records):.5f}" for records in ran),
+                    *(cell for pair in (lines[:2], lines[2:]) for cell in _apart(pair, policy)),
                 ]
             )
-    return markdown(["", "rows whose lists are alike", "KL, kernels", "KL, plain torch"], rows)
+    header = ["", "rows whose lists are alike"]
+    for dtype in ("bfloat16", "float16"):
+        header += [f"{dtype}: KL, kernels", "plain torch", "apart"]
+    return markdown(header, rows)
 
 
-def _divergence(records: Sequence[dict[str, Any]]) -> float:
-    steps = sum(record["steps"] for record in records)
-    return sum(record["kl_mean"] * record["steps"] for record in records) / steps
+def _apart(pair: Sequence[dict[str, dict[str, Any]]], policy: str) -> list[str]:
+    """Return the divergence on the kernels and in plain torch, and the first over the second less one."""
+    kernels, plain = (of[policy]["kl_mean"] for of in pair)
+    return [f"{kernels:.3g}", f"{plain:.3g}", f"{kernels / plain - 1:+.1%}"]
 
 
 def output_token() -> str:

@@ -690,6 +690,15 @@ class TestTimePerToken:
             assert found[4].note == "the rule reads 25.0%, 0.01 nats from SDPA"
         assert not [finding for finding in tpot._findings("own", timed, None) if finding.paper is not None]
 
+    def test_every_arm_sees_the_same_random_keys(self):
+        first, again = (tpot._random_keys(2, 16, self.CPU)[""].layers for _ in range(2))
+        assert len(first) == tpot.SHAPE_8B["num_hidden_layers"]
+        drawn = [tensor for layer in first for tensor in (layer.keys, layer.values)]
+        assert {tensor.shape for tensor in drawn} == {(2, 8, 16, 128)}
+        same = [tensor for layer in again for tensor in (layer.keys, layer.values)]
+        assert all(torch.equal(mine, its) for mine, its in zip(drawn, same, strict=True))
+        assert len({tuple(tensor.flatten()[:8].tolist()) for tensor in drawn}) == len(drawn)
+
     def test_arms_that_say_something_else_are_refused(self):
         generator = torch.Generator().manual_seed(0)
         dense = 3 * torch.randn(4, 50, generator=generator)

@@ -271,14 +271,23 @@ def _read(loaded: LoadedModel, prompts: Sequence[Sequence[int]]) -> dict[str, An
 
 
 def _random_keys(batch: int, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Return a cache of random keys and values, made when they are asked for."""
+    """Return a cache of random keys and values, made when they are asked for: the same ones every time."""
     shape = batch, SHAPE_8B["num_key_value_heads"], tokens, SHAPE_8B["head_dim"]
 
     class Layer:
+        def __init__(self, seed: int) -> None:
+            self._seed = seed
+
         @property
         def keys(self) -> Tensor:
-            return torch.randn(shape, dtype=torch.bfloat16, device=device)
+            return self._drawn(2 * self._seed)
 
-        values = keys
+        @property
+        def values(self) -> Tensor:
+            return self._drawn(2 * self._seed + 1)
 
-    return {"": SimpleNamespace(layers=[Layer() for _ in range(SHAPE_8B["num_hidden_layers"])])}
+        def _drawn(self, seed: int) -> Tensor:
+            generator = torch.Generator(device).manual_seed(seed)
+            return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+    return {"": SimpleNamespace(layers=[Layer(index) for index in range(SHAPE_8B["num_hidden_layers"])])}
