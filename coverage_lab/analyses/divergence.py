@@ -66,10 +66,14 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def figure(table: pl.DataFrame) -> Figure:
-    """Draw the curves in a figure of their own."""
+def figure(table: pl.DataFrame, title: str = "") -> Figure:
+    """Draw the curves in a figure of their own; `title` says of what."""
     import matplotlib.pyplot as plt
 
-    drawn, ax = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
+    # The legend stands beside the curves: room for its longest line, and for all of its lines.
+    rules = table["rule"].unique()
+    width, height = 5.6 + 0.09 * (rules.str.len_chars().max() or 0), max(4.4, 0.4 + 0.24 * len(rules))  # type: ignore[operator]
+    drawn, ax = plt.subplots(figsize=(width, height), layout="constrained")
     plot(table, ax)
+    drawn.suptitle(title, fontsize="medium")
     return drawn

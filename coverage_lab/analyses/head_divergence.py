@@ -49,12 +49,13 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def figure(table: pl.DataFrame) -> Figure:
-    """Draw the map in a figure of its own."""
+def figure(table: pl.DataFrame, title: str = "") -> Figure:
+    """Draw the map in a figure of its own; `title` says of what."""
     import matplotlib.pyplot as plt
 
     layers, heads = table["layer"].n_unique(), table["kv_head"].n_unique()
-    size = max(6.4, 0.28 * layers + 2.4), 0.28 * heads + 1.6
+    size = max(6.4, 0.28 * layers + 2.4), 0.28 * heads + 1.9
     drawn, ax = plt.subplots(figsize=size, layout="constrained")
     plot(table, ax)
+    drawn.suptitle(title, fontsize="medium")
     return drawn

@@ -44,7 +44,7 @@ def explain(
     """Say why a policy moves the answer: which KV heads carry the divergence, and what is at fault there."""
     from coverage_lab.analyses import head_divergence
     from coverage_lab.cli import output
-    from coverage_lab.cli.running import finish, running
+    from coverage_lab.cli.running import finish, kept_in, running
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.policies.policy import parse_policy
     from coverage_lab.replay import explain as explaining
@@ -55,17 +55,20 @@ def explain(
     if figure and not heads:
         raise CoverageLabError("--figure draws the KV heads; leave out --no-heads")
     asked, data = parse_policy(policy), Trace(trace)
-    with running(quiet) as progress:
+    with running(quiet, stopped=kept_in(to)) as progress:
         loaded = load_traced_model(data, model, device)
         outcome = explaining.explain(
             data, loaded, asked, heads=heads, limit=limit, steps=steps, output=to, progress=progress
         )
     lines = explaining.summarize(outcome.records, seed)
     head = {"policy": str(asked), **provenance(data, loaded), "failed": outcome.failed}
+    title = f"{loaded.identity['model']} under {asked}"
+    if lines:
+        title += f": {output.counted(lines[0]['requests'], 'request')}"
     if not output.write_records(lines, json, csv, head):
-        show(lines, f"{loaded.identity['model']} under {asked}")
+        show(lines, title)
     if figure and outcome.records:
-        output.save_figure(head_divergence.figure(head_divergence.to_frame(lines)), figure)
+        output.save_figure(head_divergence.figure(head_divergence.to_frame(lines), title), figure)
     finish(outcome, quiet)
 
 
@@ -89,9 +92,7 @@ def show(lines: list[dict[str, Any]], title: str) -> None:
         for line in variants
     ]
     columns = ["lists", "reads", "KL to dense,\nnats", "95% interval", "mean\ncoverage"]
-    output.print_table(
-        screen, f"{title}: {output.counted(variants[0]['requests'], 'request')}", columns, rows
-    )
+    output.print_table(screen, title, columns, rows, ["mean\ncoverage", "95% interval"])
     if not heads:
         return
     rows = [
@@ -115,7 +116,8 @@ def show(lines: list[dict[str, Any]], title: str) -> None:
         "mean\ncoverage",
         "lowest\ncoverage",
     ]
-    output.print_table(screen, f"The {len(rows)} worst of {len(heads)} KV heads", columns, rows)
+    droppable = ["lowest\ncoverage", "mean\ncoverage", "log of estimated\nover exact mass", "reads"]
+    output.print_table(screen, f"The {len(rows)} worst of {len(heads)} KV heads", columns, rows, droppable)
     screen.print(
         "KL: of a run in which the head alone follows the policy; its part of the sum leaves out numerical "
         "error. All else: of the run in which all follow.",

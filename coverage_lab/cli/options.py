@@ -36,7 +36,7 @@ Limit = Annotated[
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="At most this many steps a request.")]
 Kept = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Keep what is finished in this file; an unfinished run goes on."),
+    typer.Option("--output", "-o", help="Keep finished requests in this file; a stopped run goes on."),
 ]
 
 

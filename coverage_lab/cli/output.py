@@ -37,6 +37,10 @@ def check_outputs(*paths: Path | None, figure: Path | None = None) -> None:
     for path in (*paths, figure):
         if path is not None and path != STDOUT and not path.absolute().parent.is_dir():
             raise CoverageLabError(f"no directory {path.parent} to write {path.name} into; make it first")
+    files = [path.resolve() for path in (*paths, figure) if path is not None and path != STDOUT]
+    for path in files:
+        if files.count(path) > 1:
+            raise CoverageLabError(f"{path.name} is named for two outputs; give each a file of its own")
     if figure is not None and figure.suffix.lower() not in FIGURE_TYPES:
         raise CoverageLabError(f"--figure {figure} must end in {', '.join(FIGURE_TYPES)}")
 
@@ -95,7 +99,7 @@ def print_table(
     wide = Console(file=screen.file, width=max(natural, screen.width), force_terminal=screen.is_terminal)
     wide.print(drawn)
     if left_out:
-        names = ", ".join(" ".join(name.split()) for name in left_out)
+        names = ", ".join(" ".join(name.replace("-\n", "").split()) for name in left_out)
         screen.print(f"Left out, for want of width: {names}. --json and --csv have them.", highlight=False)
 
 

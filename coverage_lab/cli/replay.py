@@ -57,7 +57,7 @@ def replay(
     """Feed recorded tokens to the model under policies, and compare what it predicts with dense attention."""
     from coverage_lab.analyses import divergence
     from coverage_lab.cli import output
-    from coverage_lab.cli.running import finish, running
+    from coverage_lab.cli.running import finish, kept_in, running
     from coverage_lab.errors import CoverageLabError
     from coverage_lab.policies.policy import parse_policy
     from coverage_lab.replay import report
@@ -71,7 +71,7 @@ def replay(
         raise CoverageLabError(f"--lists {lists} is not live or recorded")
     asked = [parse_policy(text) for text in [*(policies or DEFAULT), *context.args]]
     data = Trace(trace)
-    with running(quiet) as progress:
+    with running(quiet, stopped=kept_in(to)) as progress:
         loaded = load_traced_model(data, model, device)
         outcome = report.replay(
             data,
@@ -97,11 +97,13 @@ def replay(
     }
     written = output.write_records(records, json, None, head)
     if records:
+        counts = output.counted(found[0]["requests"], "request"), output.counted(found[0]["steps"], "step")
+        title = f"{loaded.identity['model']} under policies, {lists} lists: {', '.join(counts)}"
         written |= output.write_records(found, None, csv)
         if not written:
-            show(found, f"{loaded.identity['model']} under policies, {lists} lists", quiet)
+            show(found, title, quiet)
         if figure:
-            output.save_figure(divergence.figure(divergence.to_frame(found)), figure)
+            output.save_figure(divergence.figure(divergence.to_frame(found), title), figure)
     finish(outcome, quiet)
 
 
@@ -133,12 +135,8 @@ def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
             del columns[name]
     rows = [[text(line) for text in columns.values()] for line in found]
     screen = output.console()
-    requests, steps = (
-        output.counted(found[0]["requests"], "request"),
-        output.counted(found[0]["steps"], "step"),
-    )
-    title += f": {requests}, {steps}"
     droppable = ["backend", "meta-\ndata", "p99", "rows\n< 0.95", "mean\ncoverage", "pages /\noracle"]
+    droppable += ["less the\nfirst, 95%", "same\ntop-1"]
     output.print_table(screen, title, list(columns), rows, droppable)
     if not quiet:
         screen.print(

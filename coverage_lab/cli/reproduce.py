@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +40,9 @@ _TRACED = {
     "tpot": "Time per output token with CUDA graphs, on a GPU (5.5.4).",
 }
 
+# A comparison has no option that would mean nothing to it.
+_WITHOUT = {"tpot": {"backend", "limit", "steps", "to"}, "granularity": {"backend"}}
+
 
 def _traced(name: str) -> Any:
     def command(
@@ -50,7 +55,7 @@ def _traced(name: str) -> Any:
         to: Annotated[
             Path | None,
             typer.Option(
-                "--output", "-o", help="Keep what is finished in this directory; an unfinished run goes on."
+                "--output", "-o", help="Keep finished requests in this directory; a stopped run goes on."
             ),
         ] = None,
         seed: Seed = 0,
@@ -59,7 +64,7 @@ def _traced(name: str) -> Any:
         quiet: Quiet = False,
     ) -> None:
         from coverage_lab.cli import output
-        from coverage_lab.cli.running import finish, running
+        from coverage_lab.cli.running import finish, kept_in, running
         from coverage_lab.errors import CoverageLabError
         from coverage_lab.replay.reproduce import Settings
         from coverage_lab.replay.requests import load_traced_model, provenance
@@ -68,12 +73,14 @@ def _traced(name: str) -> Any:
         output.check_outputs(json, csv)
         data = Trace(trace)
         if to is not None:
+            if to.is_file():
+                raise CoverageLabError(f"{to} is a file; give a directory with -o")
             try:
                 to.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise CoverageLabError(f"can't make {to}: {error.strerror or error}") from None
         comparison = import_module(f"coverage_lab.replay.reproduce.{name.replace('-', '_')}")
-        with running(quiet) as progress:
+        with running(quiet, stopped=kept_in(to) if "to" not in _WITHOUT.get(name, ()) else "") as progress:
             loaded = load_traced_model(data, model, device)
             settings = Settings(limit, steps, to, backend, seed, progress)
             report = comparison.run(data, loaded, settings)
@@ -82,6 +89,9 @@ def _traced(name: str) -> Any:
         finish(report.joined(), quiet)
 
     command.__doc__ = _TRACED[name]
+    whole = signature(command, eval_str=True)
+    taken = [one for one in whole.parameters.values() if one.name not in _WITHOUT.get(name, ())]
+    command.__signature__ = whole.replace(parameters=taken)  # type: ignore[attr-defined]
     return command
 
 
@@ -132,7 +142,7 @@ def write(
 def _text(value: float | None, unit: str) -> str:
     from coverage_lab.cli import output
 
-    if value is None:
+    if value is None or math.isnan(value):
         return "-"
     forms = {"share": output.percent, "nats": lambda v: f"{v:.3g}", "log": lambda v: f"{v:+.1f}"}
     return forms.get(unit, lambda v: f"{v:.2f}")(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -19,9 +20,12 @@ PAUSE = 10
 
 @contextmanager
 def running(
-    quiet: bool, first: str = "loading the model", unit: str = "runs"
+    quiet: bool, first: str = "loading the model", unit: str = "runs", stopped: str = ""
 ) -> Iterator[Callable[[str, int, int], None]]:
-    """Show how far the runs are: a line that changes on a terminal, else one every few seconds."""
+    """Show how far the runs are: a line that changes on a terminal, else one every few seconds.
+
+    `stopped` is said if the user stops them.
+    """
     console = Console(stderr=True)
     with console.status(first) as status:
         if quiet:
@@ -39,7 +43,20 @@ def running(
                 console.print(text, highlight=False)
                 said = time.monotonic()
 
-        yield progress
+        try:
+            yield progress
+        except BaseException as stop:
+            if stopped and not isinstance(stop, Exception):
+                status.stop()
+                console.print(stopped, highlight=False, markup=False, soft_wrap=True)
+            raise
+
+
+def kept_in(path: Path | None) -> str:
+    """Return what to say when runs are stopped whose finished requests are kept, if anywhere."""
+    if path is None:
+        return "stopped; nothing was kept: -o keeps finished requests"
+    return f"stopped; the same command goes on from what is in {path}"
 
 
 def finish(outcome: Outcome, quiet: bool) -> None:

@@ -25,6 +25,12 @@ Backend = Literal["reference", "triton"]
 BACKENDS: tuple[Backend, ...] = ("reference", "triton")
 
 
+def check_backend(asked: str | None) -> None:
+    """Raise CoverageLabError for the name of no backend."""
+    if asked not in (None, *BACKENDS):
+        raise CoverageLabError(f"backend {asked!r} is not reference or triton")
+
+
 def backend_for(loaded: LoadedModel, policy: Policy, page_size: int, asked: str | None = None) -> Backend:
     """Return what runs a policy: what is asked for, or else the kernels where they can.
 
@@ -33,8 +39,7 @@ def backend_for(loaded: LoadedModel, policy: Policy, page_size: int, asked: str 
     CoverageLabError
         If the backend that is asked for can't run it, with the reason.
     """
-    if asked not in (None, *BACKENDS):
-        raise CoverageLabError(f"backend {asked!r} is not reference or triton")
+    check_backend(asked)
     if asked == "reference":
         return "reference"
     reason = why_not(loaded, policy, page_size)
@@ -52,10 +57,11 @@ def check_policy(policy: Policy, loaded: LoadedModel, page_size: int) -> None:
             f"policy {policy}: the model has no layer {min(unknown)}; it has {min(layers)} to {max(layers)}"
         )
     if isinstance(policy.budget, Profiled):
-        size, heads = policy.page_size or page_size, loaded.layers[-1].kv_heads
-        device = torch.device("cpu")
-        rows = geometry(1, 1, None, size, layers[-1], heads, device).rows
-        policy.budget.select(torch.ones(heads, 1), rows)
+        size, device = policy.page_size or page_size, torch.device("cpu")
+        for layer in loaded.layers:
+            if layer.layer not in policy.dense_layers:
+                rows = geometry(1, 1, None, size, layer.layer, layer.kv_heads, device).rows
+                policy.budget.select(torch.ones(layer.kv_heads, 1), rows)
     if policy.within is not None:
         check_policy(policy.within, loaded, page_size)
 
@@ -107,8 +113,13 @@ class Decoder:
         graph: bool = False,
     ) -> None:
         check_page_size(page_size)
+        check_backend(backend)
+        if not isinstance(loaded, LoadedModel):
+            raise CoverageLabError(f"{loaded!r} is no loaded model; load_model(...) returns one")
         if isinstance(policy, str):
             policy = parse_policy(policy)
+        if not isinstance(policy, Policy | None):
+            raise CoverageLabError(f"{policy!r} is no policy; write one such as 'mvar/coverage:0.98'")
         if policy is not None:
             check_policy(policy, loaded, page_size)
         self.loaded, self.policy, self.page_size = loaded, policy, page_size
@@ -121,7 +132,7 @@ class Decoder:
         self.max_tokens, self.graph = max_tokens, graph
         if graph:
             self._check_graph()
-        self._batch = self._cached = self._steps = 0
+        self._batch = self._cached = self._steps = self._dense_pages = 0
         self._cache: dict[str, Any] = {}
         self._lengths = torch.zeros(0, dtype=torch.int32, device=loaded.model.device)
         self._kernels: KernelAttention | None = None
@@ -146,7 +157,7 @@ class Decoder:
             )
         if len(prompts) != self._batch:
             self._begin_batch(len(prompts))
-        self._cached, self._steps = length, 0
+        self._cached, self._steps, self._dense_pages = length, 0, 0
         if self.policy is not None and not self._fused:
             selector = Selector(self.policy, self.page_size, self.loaded.model.dtype)
             self._attention = SparseAttention(selector, kernels=self.backend == "triton")
@@ -154,22 +165,26 @@ class Decoder:
 
     def _token_ids(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Return prompts as `[B, tokens]`, or raise CoverageLabError if they are no tokens of the model."""
-        if len({len(prompt) for prompt in prompts}) != 1 or not len(prompts[0]):
-            raise CoverageLabError("prompts must have a token or more, and in one batch as many each")
         try:
-            ids = torch.as_tensor([list(prompt) for prompt in prompts])
+            lists = [list(prompt) for prompt in prompts]
+            ids = torch.as_tensor(lists) if len({len(prompt) for prompt in lists}) == 1 else torch.zeros(0, 0)
         except (ValueError, TypeError, RuntimeError):
-            ids = torch.zeros(0)
-        if ids.ndim != 2 or ids.is_floating_point():
+            lists, ids = [[]], torch.zeros(0)
+        if ids.ndim != 2 or (ids.numel() and not _whole(ids)):
             raise CoverageLabError(
                 "a prompt is a list of token ids; loaded.tokenizer(text).input_ids makes one"
             )
+        if not ids.numel():
+            raise CoverageLabError("prompts must have a token or more, and in one batch as many each")
+        self._check_known(ids)
+        return ids
+
+    def _check_known(self, ids: Tensor) -> None:
         embeddings: Any = self.loaded.model.get_input_embeddings()
         size = len(embeddings.weight)
         if ids.min() < 0 or ids.max() >= size:
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
             raise CoverageLabError(f"token {wrong} is not one of the model's {size:,}")
-        return ids
 
     def _read(self, prompts: Tensor) -> Tensor:
         model, layers = self.loaded.model, self.loaded.layers
@@ -204,18 +219,21 @@ class Decoder:
     def step(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """Feed one token a request, `[B]`; returns the logits, `[B, vocabulary]`.
 
+        Tokens that are on a GPU already are taken as they are: to look at them would be to wait for it.
+
         Raises
         ------
         CoverageLabError
-            Before a prompt, for another number of tokens, or where the cache is full.
+            Before a prompt, for another number of tokens, for one that the model does not know, or where the
+            cache is full.
         """
         if not self._cached:
             raise CoverageLabError("there is no prompt yet; call prefill first")
-        if len(tokens) != self._batch:
-            raise CoverageLabError(f"{len(tokens)} tokens for {self._batch} requests; give one for each")
+        fed = self._fed(tokens)
+        if len(fed) != self._batch:
+            raise CoverageLabError(f"{len(fed)} tokens for {self._batch} requests; give one for each")
         self._check_room(self._cached + 1)
         self._cached += 1
-        fed = torch.as_tensor(tokens, device=self.loaded.model.device)[:, None]
         if self._captured is not None:
             logits = self._captured(fed)
         else:
@@ -227,7 +245,28 @@ class Decoder:
                 # Over a long answer these would fill the memory.
                 self._attention.tally.covered.clear()
         self._steps += 1
+        self._dense_pages += self._left_dense()
         return logits
+
+    def _fed(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Return the tokens of a step on the model's device, `[B, 1]`."""
+        try:
+            ids = torch.as_tensor(tokens)
+        except (ValueError, TypeError, RuntimeError):
+            ids = torch.zeros(0, 0)
+        if ids.ndim != 1 or (len(ids) and not _whole(ids)):
+            raise CoverageLabError("a step takes one token id of each request, [B] whole numbers")
+        if len(ids) and not ids.is_cuda:
+            self._check_known(ids)
+        return ids.to(self.loaded.model.device)[:, None]
+
+    def _left_dense(self) -> int:
+        """Pages that a step reads in layers that stay dense, where those that choose do not count them."""
+        policy = self.policy
+        if policy is None or not self._fused:
+            return 0
+        heads = sum(layer.kv_heads for layer in self.loaded.layers if layer.layer in policy.dense_layers)
+        return heads * self._batch * -(-self._cached // (policy.page_size or self.page_size))
 
     def generate(self, prompt: Sequence[int], steps: int, stop_ids: Collection[int] = ()) -> list[int]:
         """Return the greedy answer to one prompt: at most `steps` tokens, without the one that ends it.
@@ -250,14 +289,14 @@ class Decoder:
     def reads(self) -> tuple[int, int]:
         """Pages kept and pages seen since the prompt, over layers, KV heads and steps.
 
-        Layers that stay dense are not counted where the kernels choose.
+        A layer that the policy leaves dense keeps what it sees; without a policy nothing is counted.
         """
         if self._attention is not None:
             counts = self._attention.tally.taken()
             return counts.get("kept", 0), counts.get("pages", 0)
         if self._kernels is not None:
             kept, pages = self._kernels.reads.tolist()
-            return kept, pages
+            return kept + self._dense_pages, pages + self._dense_pages
         return 0, 0
 
     def _check_room(self, tokens: int) -> None:
@@ -269,7 +308,7 @@ class Decoder:
     def _check_graph(self) -> None:
         reason = None
         if self.max_tokens is None or self.max_tokens < 4:
-            reason = "it needs a static cache; give max_tokens from 4 on"
+            reason = "it needs a static cache; give max_tokens, for the prompt and the answer together"
         elif self.loaded.model.device.type != "cuda":
             reason = "it needs a GPU"
         elif self.policy is not None and not self._fused:
@@ -300,3 +339,7 @@ class Decoder:
         elif step is not None:
             observe = self._kernels
         return nullcontext() if observe is None else observed_attention(self.loaded.model, observe)
+
+
+def _whole(ids: Tensor) -> bool:
+    return not ids.is_floating_point() and not ids.is_complex() and ids.dtype != torch.bool

@@ -100,7 +100,7 @@ def explain(
             }
             return {**names, **figures}
 
-        watch = Watch(policy, loaded.layers[0].kv_heads)
+        watch = Watch(policy)
         for name, rule in variants.items():
             records.append(run(watch if name == AS_IS else rule, what="variants", variant=name))
         if heads:
@@ -186,22 +186,22 @@ def without(policy: Policy, heads: set[tuple[int, int]]) -> Rule:
 class Watch:
     """The policy's own rule, with notes on every row that it decides."""
 
-    def __init__(self, policy: Policy, kv_heads: int) -> None:
-        self._policy, self._heads = policy, kv_heads
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self._seen: dict[int, list[Tensor]] = {}
 
     def __call__(self, exact: Tensor, estimate: Tensor, rows: Rows, layer: int) -> Tensor:
         kept = choose(self._policy, estimate, rows, layer)
         covered = group_shares(exact).where(kept, 0).sum(-1)
         error = log_error(exact, estimate, rows)
-        notes = torch.stack([error, covered, kept.sum(-1).float(), rows.n_pages.float()])
+        notes = torch.stack([rows.kv_head, error, covered, kept.sum(-1), rows.n_pages])
         self._seen.setdefault(layer, []).append(notes)
         return kept
 
     def of(self, layer: int, kv_head: int) -> dict[str, Any]:
         """Return the notes on one KV head."""
-        notes, heads = torch.cat(self._seen[layer], 1), self._heads
-        error, covered, kept, pages = notes.unflatten(1, (-1, heads))[:, :, kv_head]
+        notes = torch.cat(self._seen[layer], 1)
+        error, covered, kept, pages = notes[1:, notes[0] == kv_head]
         known = error.isfinite()
         return {
             "log_error": float(error[known].mean()) if known.any() else None,

@@ -366,6 +366,11 @@ def main() -> None:
     except CoverageLabError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:  # of a tokenizer or of data that a task loads for itself
+        said = " ".join(str(error).split())[:300].rstrip(".")
+        hint = "; tasks that load the tokenizer for themselves need pretrained=DIRECTORY"
+        print(f"error: {said}{hint if 'huggingface' in said else ''}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -39,20 +39,26 @@ class Journal:
         self.finished: dict[str, list[dict[str, Any]]] = {}
         try:
             held = path.read_text(encoding="utf-8") if path.exists() else ""
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise CoverageLabError(f"can't use {path}: {error}") from None
+        except UnicodeDecodeError:
+            raise CoverageLabError(_no_journal(path)) from None
         # A line that was being written when the run was stopped does not count.
         first, *lines = held[: held.rfind("\n") + 1].splitlines(keepends=True) or [held]
         if not self._head.startswith(first):
+            different = _difference(first, run)
             raise CoverageLabError(
-                f"{path} holds another replay ({_difference(first, run)}); give another --output"
+                f"{path} holds another replay ({different}); give another --output"
+                if different
+                else _no_journal(path)
             )
         for number, line in enumerate(lines, 2):
             try:
                 request = json.loads(line)
                 name, records = request["request_id"], list(request["records"])
-                if request["sha256"] != _digest(records):
+                if request["sha256"] != _digest(name, records) or name in self.finished:
                     raise ValueError
+                self._places[name]
                 self.finished[name] = records
             except (ValueError, TypeError, KeyError):
                 raise CoverageLabError(
@@ -63,7 +69,8 @@ class Journal:
 
     def add(self, request_id: str, records: list[dict[str, Any]]) -> None:
         """Write the records of a finished request."""
-        last = not self.finished or self._place(request_id) > max(map(self._place, self.finished))
+        place = self._places.__getitem__
+        last = not self.finished or place(request_id) > max(map(place, self.finished))
         self.finished[request_id] = records
         if not last:  # it failed before, and others came after it
             return self._write()
@@ -75,15 +82,13 @@ class Journal:
         except OSError as error:
             raise CoverageLabError(f"can't write {self._path}: {error.strerror or error}") from None
 
-    def _place(self, request_id: str) -> int:
-        return self._places.get(request_id, len(self._places))
-
     def _line(self, request_id: str) -> str:
         records = self.finished[request_id]
-        return json.dumps({"request_id": request_id, "sha256": _digest(records), "records": records}) + "\n"
+        digest = _digest(request_id, records)
+        return json.dumps({"request_id": request_id, "sha256": digest, "records": records}) + "\n"
 
     def _text(self) -> str:
-        return self._head + "".join(map(self._line, sorted(self.finished, key=self._place)))
+        return self._head + "".join(map(self._line, sorted(self.finished, key=self._places.__getitem__)))
 
     def _write(self) -> None:
         try:
@@ -92,14 +97,18 @@ class Journal:
             raise CoverageLabError(f"can't write {self._path}: {error.strerror or error}") from None
 
 
-def _digest(records: list[dict[str, Any]]) -> str:
-    return hashlib.sha256(json.dumps(records).encode()).hexdigest()[:16]
+def _digest(request_id: str, records: list[dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps([request_id, records]).encode()).hexdigest()[:16]
 
 
 def _difference(line: str, run: dict[str, Any]) -> str:
-    """Return the names of what differs between the run of a file's first line and this one."""
+    """Return the names of what differs between the run of a file's first line and this one, if it has one."""
     try:
         held = json.loads(line)["replay"]
         return ", ".join(sorted(name for name in held.keys() | run.keys() if held.get(name) != run.get(name)))
     except (ValueError, TypeError, KeyError, AttributeError):
-        return "it does not begin like one"
+        return ""
+
+
+def _no_journal(path: Path) -> str:
+    return f"{path} is there already and no file of finished requests; give another --output"

@@ -123,6 +123,9 @@ def replay_request(
     backends = [backend_for(loaded, policy, page_size, backend) for policy in policies]
     selectors = [Selector(policy, page_size, loaded.model.dtype) for policy in policies]
     request = PreparedRequest(loaded, prompt_ids, decoded_ids, selectors)
+    if lists == "recorded":
+        # Those that choose in the dense run go on to see its keys.
+        selectors = [selector.fork() for selector in selectors]
     seen = request.decode_dense(choose=lists == "recorded")
     done()
     found = []

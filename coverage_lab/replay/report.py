@@ -140,16 +140,17 @@ def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str
     its paired interval, and `lower` the share of requests where it is lower.
     """
     lines: list[dict[str, Any]] = []
-    first: np.ndarray | None = None
+    first: dict[str, float] | None = None
     for policy in dict.fromkeys(record["policy"] for record in records):
         own = [record for record in records if record["policy"] == policy]
         steps = _column(own, "steps")
         divergence = _column(own, "kl_mean") * steps
         kept, pages = _column(own, "kept"), _column(own, "pages")
         low, high = ratio_interval(divergence, steps, seed)
+        requests = [record["request_id"] for record in own]
         if first is None and policy != CONTROL:
-            first = divergence
-        beyond = np.full_like(divergence, np.nan) if first is None else divergence - first
+            first = dict(zip(requests, divergence.tolist(), strict=True))
+        beyond = divergence - [np.nan if first is None else first[name] for name in requests]
         paired = ratio_interval(beyond, steps, seed)
         likely = _column(own, "nll_mean") * steps
         line = {
@@ -165,7 +166,7 @@ def summarize(records: Sequence[dict[str, Any]], seed: int = 0) -> list[dict[str
             "vs_first": float(beyond.sum() / steps.sum()),
             "vs_first_low": paired[0],
             "vs_first_high": paired[1],
-            "lower": float(np.mean(beyond < 0)),
+            "lower": float(np.mean(np.where(np.isnan(beyond), np.nan, beyond < 0))),
             "kl_p99": float(np.quantile(np.concatenate([record["kl"] for record in own]), 0.99)),
             "agreement": float(np.average(_column(own, "agreement"), weights=steps)),
             "perplexity": float(np.exp(np.nansum(likely) / steps[np.isfinite(likely)].sum()))

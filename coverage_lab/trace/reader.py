@@ -92,6 +92,7 @@ class Trace:
         self.path = Path(path)
         self.manifest = _read_manifest(self.path)
         self._intact: set[Path] = set()
+        self._steps: int | None = None
         for file in self.manifest["files"]:
             full = self.path / file["path"]
             if not full.is_file():
@@ -103,6 +104,8 @@ class Trace:
                     f"{full} has {full.stat().st_size} bytes, not {file['bytes']}; "
                     "restore it, or run the same collect command again"
                 )
+
+        self._check_page_size()
 
     @property
     def page_size(self) -> int:
@@ -143,9 +146,10 @@ class Trace:
             raise CoverageLabError(f"{self.path} has no rows: no request was recorded; see {schema.REQUESTS}")
         return found
 
-    def only(self, request_ids: Collection[str]) -> Trace:
-        """Return the trace of some requests alone, in the order of the whole."""
+    def only(self, request_ids: Collection[str], steps: int | None = None) -> Trace:
+        """Return the trace of some requests alone, in the order of the whole, and of their first steps."""
         part = copy(self)
+        part._steps = steps
         part.shards = [shard for shard in self.shards if shard.request_id in request_ids]
         part.requests = self.requests.filter(pl.col("request_id").is_in(list(request_ids)))
         part.__dict__.pop("max_pages", None)
@@ -165,14 +169,14 @@ class Trace:
         """Return all rows as a lazy frame, files checked."""
         for shard in self.shards:
             self._verify(shard.path, shard.sha256)
-        return pl.scan_parquet([shard.path for shard in self.shards])
+        return self._first_steps(pl.scan_parquet([shard.path for shard in self.shards]))
 
     def frames(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
         """Yield some columns of the rows, request after request, files checked."""
         self.require(columns)
         for shard in self.shards:
             self._verify(shard.path, shard.sha256)
-            yield pl.read_parquet(shard.path, columns=list(columns))
+            yield self._first_steps(pl.scan_parquet(shard.path)).select(columns).collect()
 
     def require(self, columns: Sequence[str]) -> None:
         """Raise CoverageLabError if a column is missing, naming the option of `collect` that records it."""
@@ -219,12 +223,29 @@ class Trace:
         self._verify(shard.path, shard.sha256)
         a_layer = shard.rows // layers
         wanted = [*_GEOMETRY, *(column for column in columns if column not in _GEOMETRY)]
-        if len(part) == layers:
+        if len(part) == layers and self._steps is None:
             frame = pl.read_parquet(shard.path, columns=wanted)
         else:
             rows = pl.scan_parquet(shard.path).slice(part.start * a_layer, len(part) * a_layer)
-            frame = rows.select(wanted).collect()
-        return Block(request, len(part), kv_heads, a_layer // kv_heads, _arrays(frame))
+            frame = self._first_steps(rows).select(wanted).collect()
+        return Block(request, len(part), kv_heads, len(frame) // (len(part) * kv_heads), _arrays(frame))
+
+    def _first_steps(self, rows: pl.LazyFrame) -> pl.LazyFrame:
+        return rows if self._steps is None else rows.filter(pl.col("step") < self._steps)
+
+    def _check_page_size(self) -> None:
+        """Raise CoverageLabError if the rows have pages of another size than the manifest says."""
+        rows = [f["path"] for f in self.manifest["files"] if f["path"].startswith(f"{schema.ROWS}/")]
+        try:
+            first = pl.scan_parquet(self.path / rows[0]).select("position", "first_page", "n_pages").head(1)
+            position, first_page, n_pages = first.collect().row(0)
+        except (IndexError, pl.exceptions.PolarsError, OSError):  # no rows, or altered: found when read
+            return
+        if position // self.page_size - first_page + 1 != n_pages:
+            raise CoverageLabError(
+                f"{self.path / schema.MANIFEST} says pages of {self.page_size} tokens, and the rows have "
+                "others; restore it"
+            )
 
     def _verify(self, path: Path, sha256: str) -> None:
         if path in self._intact:
@@ -265,6 +286,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     for part in ("run", "geometry", "files"):
         if part not in manifest:
             raise CoverageLabError(f"{path / schema.MANIFEST} has no {part!r}; restore it")
+    size = manifest["run"].get("page_size")
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise CoverageLabError(
+            f"{path / schema.MANIFEST} says {size!r} for 'page_size', no number of tokens; restore it"
+        )
     return manifest
 
 

@@ -411,11 +411,22 @@ def test_the_command_line_ends_with_one_line(
     def fail() -> None:
         raise CoverageLabError("unknown model 'smolm2'")
 
-    monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", fail)
-    with pytest.raises(SystemExit) as exit_:
-        harness.main()
-    assert exit_.value.code == 2
-    assert capsys.readouterr().err == "error: unknown model 'smolm2'\n"
+    def unreachable() -> None:
+        raise OSError("We couldn't connect to 'https://huggingface.co'\nto load the files.")
+
+    for command, wanted in (
+        (fail, "error: unknown model 'smolm2'\n"),
+        (
+            unreachable,
+            "error: We couldn't connect to 'https://huggingface.co' to load the files; tasks that load the "
+            "tokenizer for themselves need pretrained=DIRECTORY\n",
+        ),
+    ):
+        monkeypatch.setattr(lm_eval.__main__, "cli_evaluate", command)
+        with pytest.raises(SystemExit) as exit_:
+            harness.main()
+        assert exit_.value.code == 2
+        assert capsys.readouterr().err == wanted
 
 
 def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch):

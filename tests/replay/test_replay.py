@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,8 @@ from coverage_lab.policies.estimators import estimators
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.block import Block, geometry
 from coverage_lab.replay.choice import Selector, choose
-from coverage_lab.replay.replay import Replayed, replay_request
-from coverage_lab.replay.report import replay, summarize
+from coverage_lab.replay.replay import PreparedRequest, Replayed, replay_request
+from coverage_lab.replay.report import CONTROL, replay, summarize
 from coverage_lab.replay.requests import is_degenerate
 
 PAGE = 8
@@ -261,6 +262,20 @@ def test_what_stands_in_has_the_estimated_mass(models: dict[str, LoadedModel]):
     assert divergences[0] == min(divergences)
 
 
+def test_recorded_lists_leave_no_trace_of_the_dense_run(models: dict[str, LoadedModel]):
+    """What stands in for dropped pages is estimated from the keys that the sparse run has."""
+    policy = parse_policy("mean/fixed:2,compensate=mean")
+    prompt, fed = PROMPT[:42], DECODED  # the page of token 42 is filled by the run
+    (found,) = replay_request(models["llama"], prompt, fed, [policy], PAGE, "recorded")
+    selector = Selector(policy, PAGE, torch.float32)
+    request = PreparedRequest(models["llama"], prompt, fed, [selector])
+    fresh = selector.fork()
+    (chosen,) = request.decode_dense(choose=True)
+    wanted, other = (request.decode(own, "reference", chosen).kl for own in (fresh, selector))
+    assert torch.equal(found.kl, wanted)
+    assert not torch.equal(found.kl, other)
+
+
 class TestCandidates:
     """One policy chooses within the candidates of another."""
 
@@ -429,12 +444,17 @@ def test_lines_of_the_summary():
     }
     long = {"steps": 20, "kl": [0.4] * 20}
     records = [
-        {"policy": "a", **base, "kl_mean": 0.1, "nll_mean": 1.0},
-        {"policy": "a", **base, **long, "kl_mean": 0.4, "kept": 50, "agreement": 0.7, "nll_mean": 2.0},
-        {"policy": "b", **base, "kl_mean": 0.2},
-        {"policy": "b", **base, **long, "kl_mean": 0.3},
+        {"policy": CONTROL, "request_id": "short", **base, "kl_mean": 0.0},
+        {"policy": CONTROL, "request_id": "long", **base, **long, "kl_mean": 0.0},
+        {"policy": "a", "request_id": "short", **base, "kl_mean": 0.1, "nll_mean": 1.0},
+        {"policy": "a", "request_id": "long", **base, **long, "kl_mean": 0.4, "kept": 50}
+        | {"agreement": 0.7, "nll_mean": 2.0},
+        # Requests are told by their names, whatever their order.
+        {"policy": "b", "request_id": "long", **base, **long, "kl_mean": 0.3},
+        {"policy": "b", "request_id": "short", **base, "kl_mean": 0.2},
     ]
-    first, second = summarize(records)
+    control, first, second = summarize(records)
+    assert [math.isnan(control[name]) for name in ("vs_first", "lower")] == [True, True]
     assert (first["policy"], first["requests"], first["steps"]) == ("a", 2, 30)
     assert first["kl_p99"] == pytest.approx(0.4)
     assert first["perplexity"] == pytest.approx(math.exp((10 * 1 + 20 * 2) / 30))
@@ -450,7 +470,7 @@ def test_lines_of_the_summary():
     assert second["vs_first"] == pytest.approx((1 - 2) / 30)
     assert second["lower"] == 0.5
     assert -0.1 - 1e-9 <= second["vs_first_low"] <= second["vs_first_high"] <= 0.1 + 1e-9
-    (alone,) = summarize(records[:1])
+    (alone,) = summarize(records[2:3])
     assert math.isnan(alone["ci_low"])
 
 
@@ -608,7 +628,10 @@ class TestJournal:
         with pytest.raises(CoverageLabError, match=r"another replay \(policies\); give another --output"):
             run(tmp_path / "a", text="exact/fixed:4")
         (tmp_path / "b").write_text("something else\n")
-        with pytest.raises(CoverageLabError, match="does not begin like one"):
+        with pytest.raises(CoverageLabError, match="b is there already and no file of finished requests"):
+            run(tmp_path / "b")
+        (tmp_path / "b").write_bytes(b"\x88\xff\n")
+        with pytest.raises(CoverageLabError, match="b is there already and no file of finished requests"):
             run(tmp_path / "b")
 
     def test_a_request_that_is_tried_again_takes_its_place(self, run: Any, tmp_path: Path):
@@ -625,7 +648,7 @@ class TestJournal:
         if text in ("", '{"replay"'):  # the beginning of one of ours
             assert run(file)[1] == 3
             return
-        with pytest.raises(CoverageLabError, match="it does not begin like one"):
+        with pytest.raises(CoverageLabError, match="no file of finished requests; give another --output"):
             run(file)
         assert file.read_text() == text
 
@@ -650,6 +673,17 @@ class TestJournal:
             with pytest.raises(CoverageLabError, match=r"line 3 of .*a is damaged; restore it"):
                 run(file)
             file.write_text(whole)
+
+    @pytest.mark.parametrize("name", ["b", "nobody", "c"])
+    def test_a_line_of_another_request_is_found(self, run: Any, tmp_path: Path, name: str):
+        """In the file stand a, c and b."""
+        file = tmp_path / "a"
+        run(file)
+        first, *lines = file.read_text().splitlines(keepends=True)
+        lines[1] = lines[1].replace('{"request_id": "c"', f'{{"request_id": "{name}"', 1)
+        file.write_text("".join([first, *lines, *(lines[1:2] if name == "c" else [])]))
+        with pytest.raises(CoverageLabError, match=r"line \d of .*a is damaged; restore it"):
+            run(file)
 
     def test_policies_that_are_given_twice_run_once(self, run: Any):
         records, _ = run(None, text=["mvar/coverage:0.98", "exact/fixed:3", "mvar/coverage:0.980"])
@@ -739,6 +773,18 @@ def test_the_figure(tmp_path: Path):
     assert "every page kept: 1e-09 nats" in ax.get_title()
     assert sum(isinstance(child, LineCollection) for child in ax.collections) == 7
     drawn.savefig(tmp_path / "f.png")
+    # The longest of texts has room, and so have the curves.
+    long = "int4/coverage:0.85,page_size=1@query_head within quest/fixed:tokens=128,page_size=16@query_head"
+    lines.append({"policy": long, "reads": 0.2, "kl_mean": 2e-3, **base})
+    wide = divergence.figure(divergence.to_frame(lines), "a model under policies, live lists: 9 requests")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wide.savefig(tmp_path / "wide.png")
+    (ax,) = wide.axes
+    legend = ax.get_legend().get_window_extent()
+    assert legend.x1 <= wide.bbox.width
+    assert ax.get_window_extent().width > 3 * wide.dpi
+    assert "9 requests" in wide.get_suptitle()
     divergence.figure(divergence.to_frame(lines[:1])).savefig(tmp_path / "control.png")
 
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -21,7 +23,7 @@ from coverage_lab.collectors.models import LoadedModel
 from coverage_lab.errors import CoverageLabError
 from coverage_lab.policies.policy import Policy, parse_policy
 from coverage_lab.replay.block import Block
-from coverage_lab.replay.replay import replay_request
+from coverage_lab.replay.replay import PreparedRequest, replay_request
 from coverage_lab.replay.report import CONTROL, replay, summarize
 from coverage_lab.replay.reproduce import (
     Finding,
@@ -568,7 +570,8 @@ class TestEqualReads:
             ratio, share = report.findings[2 * number : 2 * number + 2]
             assert ratio.ours == pytest.approx(sums[0] / sums[1])
             assert ratio.low <= ratio.ours <= ratio.high
-            assert ratio.note == f"reads {reads[0]:.1%} and {reads[1]:.1%}"
+            apart = abs(reads[1] / reads[0] - 1) > 0.02
+            assert ratio.note == f"reads {reads[0]:.1%} and {reads[1]:.1%}" + ", not equal" * apart
             assert (share.ours, share.unit) == (pytest.approx(lower / len(mine)), "share")
             assert share.note == f"{lower} of {len(mine)}"
 
@@ -599,6 +602,56 @@ class TestEqualReads:
         report = equal_reads.run(trace, loaded, Settings())
         self.check(report, pairs)
         assert report.findings[0].ours == pytest.approx((30 * 0.1 + 2 * 0.3) / (30 * 0.11 + 2 * 0.51))
+
+    @pytest.mark.parametrize("steps", [1, 2, STEPS + 5])
+    def test_reads_are_matched_on_the_steps_that_run(self, trace: Trace, loaded: LoadedModel, steps: int):
+        report = equal_reads.run(trace, loaded, Settings(steps=steps))
+        reads = {line["policy"]: line["reads"] for line in report.lines}
+        for anchor in self.ANCHORS:
+            estimator = anchor.partition("/")[0]
+            others = [value for policy, value in reads.items() if policy.startswith(f"{estimator}/")]
+            assert len(others) == 1 + len(self.FAMILIES) + (estimator == "exact")  # and the control
+            others = [value for value in others if value < 1]
+            assert others == pytest.approx([reads[anchor]] * len(others), rel=0.005)
+
+    def test_a_run_goes_on_with_more_requests_and_after_a_failure(
+        self, trace: Trace, loaded: LoadedModel, ran: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """Whatever ran before, the report is that of an unbroken run, and requests are told by name."""
+        for name in "ab":
+            (tmp_path / name).mkdir()
+        few = equal_reads.run(trace, loaded, Settings(directory=tmp_path / "a", limit=3))
+        assert len({record["request_id"] for record in few.outcomes[1].records}) == 3
+        failing = trace.requests["request_id"][0]
+
+        def scarce(loaded: LoadedModel, prompt: Sequence[int], *rest: Any) -> Any:
+            if list(prompt) == lines_of(trace)[failing]["prompt_ids"]:
+                raise torch.OutOfMemoryError("no memory")
+            return PreparedRequest(loaded, prompt, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("coverage_lab.replay.replay.PreparedRequest", scarce)
+            broken = equal_reads.run(trace, loaded, Settings(directory=tmp_path / "b"))
+        assert set(broken.outcomes[0].failed) == {failing}
+        kl = {
+            (record["policy"], record["request_id"]): record["kl_mean"] * record["steps"]
+            for record in self.records(broken)
+        }
+        for line in broken.lines[2:]:
+            requests = {request for policy, request in kl if policy == line["policy"]}
+            assert failing not in requests
+            beyond = [kl[line["policy"], request] - kl[RULE, request] for request in requests]
+            assert line["lower"] == pytest.approx(np.mean(np.array(beyond) < 0))
+        for name in "ab":
+            again = equal_reads.run(trace, loaded, Settings(directory=tmp_path / name))
+            assert again.findings == ran[0].findings
+
+    def test_where_every_page_is_read_nothing_is_compared(self, ran: Any):
+        record = {"request_id": "a", "kl_mean": 1e-12, "steps": 2, "kept": 8, "pages": 8}
+        records = [{**record, "policy": policy} for policy in (RULE, "mvar/fixed:9")]
+        ratio, lower = equal_reads._against(records, RULE, "mvar/fixed:9", 0)
+        assert np.isnan([ratio.ours, ratio.low, lower.ours]).all()
+        assert ratio.note == "every page is read: nothing to compare"
 
     def test_the_papers_figures(self, ran: Any):
         """Section 5.5.2: 0.37 times that of proportional top-k, and lower on every request."""
@@ -813,6 +866,37 @@ class TestCommand:
             assert text in out
         assert "nan" not in out
 
+    @pytest.mark.parametrize("name", ["estimators", "equal-reads", "granularity"])
+    def test_where_every_page_is_read_there_is_nothing_to_compare(self, run: Any, root: Path, name: str):
+        """A request of one page."""
+        path = root / "short"
+        if not path.exists():
+            write_prompts(root / "short-tasks", {"notes": (4,)})
+            record_trace(path, root / "model", root / "short-tasks", steps=2, page_size=PAGE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            code, out, err = run(name, on=Trace(path))
+        assert (code, err) == (0, "")
+        assert "nan" not in out
+        assert "KL of the worst KV head" not in out
+        if name != "estimators":
+            assert {"equal-reads": "nothing to compare", "granularity": "no list drops a page"}[name] in out
+            ratio = next(line for line in out.splitlines() if "0.37" in line or "1.51" in line)
+            assert re.search(r"(0\.37|1\.51) +- +- ", ratio)
+
+    @pytest.mark.parametrize("kept", [True, False])
+    def test_a_run_that_is_stopped_says_what_is_kept(
+        self, run: Any, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        def stop(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("coverage_lab.replay.replay.PreparedRequest", stop)
+        code, out, err = run("gamma", *(("-o", tmp_path) if kept else ()))
+        assert (code, out) == (130, "")
+        said = "goes on from what is in" if kept else "nothing was kept: -o keeps finished requests"
+        assert said in err
+
     def test_csv_takes_texts_and_numbers(self, run: Any, tmp_path: Path):
         code, out, _ = run("granularity", "--limit", 1, "--csv", tmp_path / "f.csv")
         assert code == 0
@@ -855,7 +939,12 @@ class TestCommand:
             ("gamma", ("--limit", 0), "--limit"),
             ("gamma", ("--model", root / "other"), "are not those that"),
             ("gamma", ("--backend", "cuda"), "backend 'cuda' is not reference or triton"),
-            ("gamma", ("-o", tmp_path / "file"), f"can't make {tmp_path / 'file'}"),
+            ("gamma", ("-o", tmp_path / "file"), f"{tmp_path / 'file'} is a file; give a directory with -o"),
+            ("gamma", ("-o", tmp_path / "file" / "a"), f"can't make {tmp_path / 'file' / 'a'}"),
+            ("gamma", ("--json", tmp_path / "a", "--csv", tmp_path / "a"), "a is named for two outputs"),
+            ("tpot", ("--limit", 1), "No such option: --limit"),
+            ("tpot", ("-o", tmp_path / "kept"), "No such option: -o"),
+            ("granularity", ("--backend", "triton"), "No such option: --backend"),
             ("gamma", ("--json", tmp_path / "none" / "f.json"), "make it first"),
             ("tpot", (), "times per token need a GPU"),
         ):

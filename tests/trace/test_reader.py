@@ -229,3 +229,36 @@ def test_some_requests_alone(tmp_path: Path) -> None:
     assert part.max_pages == max(shard.max_pages for shard in (trace.shards[1], trace.shards[3]))
     assert [span.request for span in part.spans(["share"])] == [0, 1]
     assert len(trace.shards) == len(trace.requests) == 4
+
+
+def test_the_first_steps_alone(tmp_path: Path) -> None:
+    trace = Trace(synthetic.write(tmp_path / "t", synthetic.Shape(requests=2, steps=5, seed=2)))
+    part = trace.only([shard.request_id for shard in trace.shards], steps=2)
+    wanted = trace.scan().filter(pl.col("step") < 2).collect()
+    assert part.scan().collect().equals(wanted)
+    assert pl.concat(part.frames(["layer", "share"])).equals(wanted.select("layer", "share"))
+    for elements in (1, 1 << 18):  # a layer at a time, and all of them
+        blocks = list(part.blocks(["share"], elements))
+        assert {block.steps for block in blocks} == {2}
+        steps = np.concatenate([block.columns["step"] for block in blocks])
+        assert steps.tolist() == wanted["step"].to_list()
+    more = trace.only([shard.request_id for shard in trace.shards], steps=9)
+    assert {block.steps for block in more.blocks(["share"])} == {5}
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        (8, "says pages of 8 tokens, and the rows have others"),
+        ("x", "says 'x' for 'page_size'"),
+        (None, "None"),
+    ],
+)
+def test_a_page_size_that_is_not_that_of_the_rows(tmp_path: Path, size: Any, message: str) -> None:
+    path = synthetic.write(tmp_path / "t", synthetic.Shape(requests=1))
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["run"]["page_size"] not in (size, 8)
+    manifest["run"]["page_size"] = size
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CoverageLabError, match=message):
+        Trace(path)

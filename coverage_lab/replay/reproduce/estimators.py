@@ -23,7 +23,7 @@ from coverage_lab.replay.explain import summarize as summarize_heads
 from coverage_lab.replay.replay import PreparedRequest
 from coverage_lab.replay.report import replay, summarize
 from coverage_lab.replay.reproduce import Report, Settings, reads_and_divergence
-from coverage_lab.replay.requests import over_requests
+from coverage_lab.replay.requests import Outcome, over_requests
 from coverage_lab.trace import Trace
 
 # Reads and KL on Llama-3.1-8B, 60 LongBench requests.
@@ -56,11 +56,13 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
     part["steps"] = min(STEPS_APART, settings.steps or STEPS_APART)
     apart = explain(trace, loaded, parse_policy("mean/coverage:0.98"), **part)
     heads = [line for line in summarize_heads(apart.records, settings.seed) if line["what"] == "heads"]
-    if heads:
+    # Where every page is read no head carries anything.
+    if any(line["share"] for line in heads):
         heads.sort(key=lambda line: -line["share"])
         reached = np.cumsum([line["share"] for line in heads])
         half = heads[: int(np.searchsorted(reached, 0.5)) + 1]
-        apart_on = f"each alone, {heads[0]['requests']} requests"
+        requests = heads[0]["requests"]
+        apart_on = f"each alone, {requests} request{'' if requests == 1 else 's'}"
         findings += [
             Finding(
                 "mean/coverage:0.98: KL of the worst KV head over the sum of all",
@@ -104,7 +106,7 @@ def _name(line: dict[str, Any]) -> str:
     return f"layer {line['layer']}, KV head {line['kv_head']}"
 
 
-def outlying_pages(trace: Trace, loaded: LoadedModel, settings: Settings) -> Any:
+def outlying_pages(trace: Trace, loaded: LoadedModel, settings: Settings) -> Outcome:
     """Return the outcome of a dense run: how estimates err on pages where one key holds half of the mass."""
     names = tuple(PAPER_ERRORS)
 

@@ -134,16 +134,17 @@ def _findings(records: Sequence[dict[str, Any]], seed: int) -> list[Finding]:
         for key in [("union", 0.0), *((kind, gamma) for kind in ("kv_head", "query_head") for gamma in GRID)]
     }
     weights = resample_weights(len(requests), seed) if len(requests) > 1 else np.empty((0, 1))
-    ratios = [_ratio(tables, weight) for weight in weights]
-    low, high = interval(ratios)
+    low, high = interval([_ratio(tables, weight) for weight in weights])
+    found = _ratio(tables, np.ones(len(requests)))
     union = tables["union", 0.0].sum(0)
     return [
         Finding(
             f"pages for query heads over those for KV heads, at the error of exact/coverage:{GAMMA}",
-            _ratio(tables, np.ones(len(requests))),
+            found,
             PAPER_RATIO,
             low,
             high,
+            note="" if np.isfinite(found) else "no list drops a page here",
         ),
         Finding(
             f"pages in the union of all KV heads of a layer, {SHARED}",
@@ -164,9 +165,15 @@ def _of(records: Sequence[dict[str, Any]], request: str, kind: str, gamma: float
 
 
 def _ratio(tables: dict[tuple[str, float], np.ndarray], weights: np.ndarray) -> float:
-    """Return the pages that query heads read at the error of the KV heads' lists, over what those read."""
+    """Return the pages that query heads read at the error of the KV heads' lists, over what those read.
+
+    NaN where there is no error.
+    """
     sums = {key: weights @ table for key, table in tables.items()}
     kept, error, _ = sums["kv_head", GAMMA]
     curve = np.array([sums["query_head", gamma][:2] for gamma in GRID])
+    curve = curve[curve[:, 1] > 0]
+    if not (error > 0 and len(curve)):
+        return float("nan")
     # Errors fall along the grid; interpolation wants them to rise.
     return float(np.exp(np.interp(np.log(error), np.log(curve[::-1, 1]), np.log(curve[::-1, 0]))) / kept)
