@@ -1,9 +1,12 @@
 """Tables of what policies did to the answers of two models on one H200."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from table_text import load, markdown, percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MODELS = {"qwen05": "Qwen2.5-Coder-0.5B", "smollm2": "SmolLM2-135M"}
 GAMMAS = ("0.9", "0.95", "0.98", "0.99", "0.995")
@@ -55,6 +58,23 @@ def equal_reads() -> str:
             families.setdefault(f"`{budget}`", {})[model] = line
     # The rule of each estimator, then what was matched to it.
     return _beside(dict(sorted(families.items(), key=lambda item: "exact" in item[0])))
+
+
+def draw_divergence() -> "Figure":
+    """Draw the rule over gamma, and budgets that read as much as it, for both models side by side."""
+    import matplotlib.pyplot as plt
+
+    from coverage_lab.analyses import divergence
+
+    figure, axes = plt.subplots(1, len(MODELS), figsize=(11, 4.4), layout="constrained", sharey=True)
+    for ax, (model, title) in zip(axes, MODELS.items(), strict=True):
+        over_gamma, matched = (load(f"{name}_{model}")["lines"] for name in ("gamma", "equal_reads"))
+        others = [line for line in matched if "/fixed" in line["policy"] or "/prop" in line["policy"]]
+        divergence.plot(divergence.to_frame([*over_gamma, *others]), ax)
+        ax.set_title(f"{title}; {ax.get_title()}", fontsize="medium")
+    axes[0].get_legend().remove()
+    axes[1].set_ylabel("")
+    return figure
 
 
 def paper_beside() -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replay_tables import TABLES as REPLAY_TABLES
+from replay_tables import draw_divergence
 from table_text import ROOT, load, markdown, percent
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,9 +37,10 @@ def main() -> None:
 
 
 def draw() -> None:
-    """Draw attention time against the spread of list lengths."""
+    """Draw attention time against the spread of list lengths, and divergence against reads."""
     from coverage_lab.analyses import attend_time
 
+    draw_divergence().savefig(ROOT / "docs" / "images" / "replay.png", dpi=160)
     result = load("attend_h200")
     geometry = result["geometry"]
     title = (

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def to_frame(lines: Sequence[dict[str, Any]]) -> pl.DataFrame:
-    """Return the lines of a summary as a frame with `estimator` and `rule`, a policy without its number."""
+    """Return the lines of a summary as a frame with `estimator`, `rule` and `number`."""
     frame = pl.DataFrame(list(lines), infer_schema_length=None)
     policy = pl.col("policy")
+    number = r"^([^/]+/[a-z_]+):(?:tokens=)?(inf|-?[0-9.]+(?:e[-+]?[0-9]+)?)"
     return frame.with_columns(
         policy.str.extract(r"^([^/]+)/").alias("estimator"),
         # The number is what moves along a curve; all other options make another curve.
-        policy.str.replace(r"^([^/]+/[a-z_]+):(?:tokens=)?(?:inf|-?[0-9.]+(?:e[-+]?[0-9]+)?)", "$1").alias(
-            "rule"
-        ),
+        policy.str.replace(number, "$1").alias("rule"),
+        policy.str.extract(number, 2).cast(pl.Float64).alias("number"),
     )
 
 
@@ -53,9 +53,18 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
             low, high = part["ci_low"].fill_nan(None), part["ci_high"].fill_nan(None)
             ax.vlines(part["reads"], low, high, color=colours[estimator], lw=1.5, alpha=0.6)
             ax.plot(part["reads"], part["kl_mean"], style, color=colours[estimator], ms=5, label=rule)
+            for reads, kl, number in part.select("reads", "kl_mean", "number").iter_rows():
+                ax.annotate(
+                    "" if number is None else f"{number:.3g}",
+                    (reads, kl),
+                    (4, 3),
+                    textcoords="offset points",
+                    fontsize="x-small",
+                    color="0.3",
+                )
     ax.set_yscale("log")
-    ax.xaxis.set_major_formatter(PercentFormatter(1))
-    ax.set(xlabel="pages read", ylabel="KL divergence from dense, nats")
+    ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.set(xlabel="pages read", ylabel="KL divergence from dense, nats (95%)")
     if control:
         ax.set_title(f"every page kept: {max(control):.1g} nats", fontsize="medium")
     ax.grid(color="0.9")

@@ -14,7 +14,7 @@ import torch
 from coverage_lab import __version__
 from coverage_lab.kernels.baselines import fa3_op
 
-_VERSIONS = ("torch", "triton", "flashinfer-python", "vllm")
+_VERSIONS = ("torch", "transformers", "triton", "flashinfer-python", "vllm")
 # Fields of nvidia-smi: MHz, W, and the driver.
 _QUERY = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "driver_version")
 

@@ -61,7 +61,11 @@ def explain(
             data, loaded, asked, heads=heads, limit=limit, steps=steps, output=to, progress=progress
         )
     lines = explaining.summarize(outcome.records, seed)
-    head = {"policy": str(asked), **provenance(data, loaded), "failed": outcome.failed}
+    head = {
+        "policy": str(asked),
+        **provenance(data, loaded, limit=limit, steps=steps, seed=seed),
+        "failed": outcome.failed,
+    }
     title = f"{loaded.identity['model']} under {asked}"
     if lines:
         title += f": {output.counted(lines[0]['requests'], 'request')}"

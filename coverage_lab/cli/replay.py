@@ -88,7 +88,7 @@ def replay(
     records, found = outcome.records, report.summarize(outcome.records, seed)
     # A line a policy in CSV; JSON has the records of every request too.
     head = {
-        **provenance(data, loaded),
+        **provenance(data, loaded, limit=limit, steps=steps, seed=seed),
         "lists": lists,
         "backend": backend,
         "failed": outcome.failed,
@@ -133,15 +133,18 @@ def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
     for name, key in (("perplexity", "perplexity"), ("lists\nalike", "equal_rows")):
         if all(line.get(key) is None for line in found):
             del columns[name]
+    if len(found) < 3:  # the control and one policy, which is the first
+        del columns["less the\nfirst, 95%"]
     rows = [[text(line) for text in columns.values()] for line in found]
     screen = output.console()
     droppable = ["backend", "meta-\ndata", "p99", "rows\n< 0.95", "mean\ncoverage", "pages /\noracle"]
     droppable += ["less the\nfirst, 95%", "same\ntop-1"]
-    output.print_table(screen, title, list(columns), rows, droppable)
+    output.print_table(screen, title, list(columns), rows, [name for name in droppable if name in columns])
     if not quiet:
+        first = f" Less the first: less the KL of {found[1]['policy']}." if len(found) > 2 else ""
         screen.print(
             f"{CONTROL} keeps every page: its divergence is numerical error. Metadata: what the choice reads "
-            "besides. Oracle: the pages of C*(0.95).",
+            f"besides. Oracle: the pages of C*(0.95).{first}",
             highlight=False,
             soft_wrap=True,
         )

@@ -85,7 +85,7 @@ def _traced(name: str) -> Any:
             settings = Settings(limit, steps, to, backend, seed, progress)
             report = comparison.run(data, loaded, settings)
         described = f"{loaded.identity['model']} in {loaded.identity['dtype']} on {loaded.identity['device']}"
-        write(report, described, provenance(data, loaded), json, csv)
+        write(report, described, provenance(data, loaded, limit=limit, steps=steps, seed=seed), json, csv)
         finish(report.joined(), quiet)
 
     command.__doc__ = _TRACED[name]
@@ -121,7 +121,9 @@ def write(
             for record in joined.records
         ],
     }
-    if output.write_records([asdict(finding) for finding in report.findings], json, csv, head):
+    # Lines that belong to the one before are indented in the table alone.
+    records = [asdict(finding) | {"what": finding.what.strip()} for finding in report.findings]
+    if output.write_records(records, json, csv, head):
         return
     rows = [
         [

@@ -361,8 +361,9 @@ def _plan(options: CollectOptions, requests: Sequence[_Request]) -> str:
     scored = max((request.example.answer_tokens or 0 for request in requests), default=0)
     cut = f"; scores take answers of up to {scored} tokens" if options.steps < scored else ""
     template = {0: "no chat template", len(requests): "in the model's chat template"}
+    tokens = f"{min(lengths):,}" + (f" to {max(lengths):,}" if max(lengths) > min(lengths) else "")
     return (
-        f"{len(requests):,} prompts of {min(lengths):,} to {max(lengths):,} tokens "
+        f"{len(requests):,} prompt{'' if len(requests) == 1 else 's'} of {tokens} tokens "
         f"({template.get(chat, f'{chat} in the chat template')}), up to {options.steps} steps each{cut}"
     )
 

@@ -88,7 +88,7 @@ def json_rows(lines: Iterable[bytes], name: str) -> Iterator[Row]:
         if not text.strip():
             continue
         try:
-            fields = json.loads(text)
+            fields = json.loads(text.rstrip("\r\n"))
         except json.JSONDecodeError as error:
             raise CoverageLabError(f"{where}: not valid JSON ({error.msg}, column {error.colno})") from None
         except (ValueError, RecursionError):  # a number of too many digits, brackets too deep

@@ -118,9 +118,9 @@ class Policy:
         budget_class = budgets.get(name)
         options: dict[str, Any] = {}
         for place, argument in enumerate(arguments.split(",") if arguments else []):
-            key, equals, value = argument.partition("=")
+            key, equals, value = (part.strip() for part in argument.partition("="))
             if not equals and place == 0:
-                key, value = budget_class.primary, argument
+                key, value = budget_class.primary, key
             elif not equals:
                 raise CoverageLabError(f"policy {text!r}: {argument!r} is not of the form key=value")
             if key in options:

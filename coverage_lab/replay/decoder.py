@@ -127,6 +127,8 @@ class Decoder:
             "reference" if policy is None else backend_for(loaded, policy, page_size, backend)
         )
         window = loaded.max_tokens
+        if not isinstance(max_tokens, int | None) or isinstance(max_tokens, bool):
+            raise CoverageLabError(f"max_tokens {max_tokens!r} is no number of tokens")
         if max_tokens is not None and (max_tokens < 1 or (window is not None and max_tokens > window)):
             raise CoverageLabError(f"a cache of {max_tokens} tokens; the model's window has {window}")
         self.max_tokens, self.graph = max_tokens, graph

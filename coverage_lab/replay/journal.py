@@ -40,7 +40,9 @@ class Journal:
         try:
             held = path.read_text(encoding="utf-8") if path.exists() else ""
         except OSError as error:
-            raise CoverageLabError(f"can't use {path}: {error}") from None
+            raise CoverageLabError(
+                f"can't read {path}: {error.strerror or error}; give another --output"
+            ) from None
         except UnicodeDecodeError:
             raise CoverageLabError(_no_journal(path)) from None
         # A line that was being written when the run was stopped does not count.

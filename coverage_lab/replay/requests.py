@@ -78,8 +78,11 @@ def load_traced_model(trace: Trace, name: str | None = None, device: str | None 
     return loaded
 
 
-def provenance(trace: Trace, loaded: LoadedModel) -> dict[str, Any]:
-    """Return what figures come from: the trace, the model, the device and versions, as a JSON object."""
+def provenance(trace: Trace, loaded: LoadedModel, **asked: int | None) -> dict[str, Any]:
+    """Return what figures come from: the trace, the model, the device and versions, as a JSON object.
+
+    `asked` is what was asked for beside: how many requests and steps, the seed.
+    """
     run = trace.manifest["run"]
     return {
         "model": dict(loaded.identity),
@@ -88,6 +91,7 @@ def provenance(trace: Trace, loaded: LoadedModel) -> dict[str, Any]:
             "dataset": run["dataset"]["name"],
             "manifest": _identity(trace, loaded)["trace"],
         },
+        "asked": asked,
         "machine": describe(loaded.model.device),
     }
 

@@ -145,7 +145,7 @@ class TestData:
     @pytest.mark.parametrize(
         ("line", "fault"),
         [
-            ('{"prompt": "half', "not valid JSON (Invalid control character at, column 17)"),
+            ('{"prompt": "half', "not valid JSON (Unterminated string starting at, column 12)"),
             ('["prompt"]', "an array where an object is expected; one JSON object a line"),
             ('{"prompt": 7}', "field 'prompt' holds a number where text is expected"),
             ('{"text": "a"}', "no field 'prompt', and no 'context' with a 'question'"),

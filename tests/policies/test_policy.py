@@ -83,6 +83,7 @@ def save_profile(path: Path) -> Path:
             "exact/fixed:2 within mean/fixed:5.0 within quest/fixed",
             "exact/fixed:2 within mean/fixed:5 within quest/fixed:64",
         ),
+        ("mvar/coverage: 0.98 , page_size = 16", "mvar/coverage:0.98,page_size=16"),
     ],
 )
 def test_good_texts(text: str, canonical: str | None) -> None:

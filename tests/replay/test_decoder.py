@@ -230,6 +230,7 @@ def test_bad_input_is_one_line(single: LoadedModel):
     for arguments, message in (
         ({"max_tokens": 257}, "a cache of 257 tokens; the model's window has 256"),
         ({"max_tokens": 0}, "a cache of 0 tokens"),
+        ({"max_tokens": 9.5}, "max_tokens 9.5 is no number of tokens"),
         ({"page_size": 3}, "page size 3 is not a power of two"),
         ({"graph": True}, "can't be captured: it needs a static cache"),
         *([] if GPU else [({"graph": True, "max_tokens": 9}, "can't be captured: it needs a GPU")]),

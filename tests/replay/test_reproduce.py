@@ -554,6 +554,8 @@ class TestEqualReads:
             for family in self.FAMILIES
         ]
         assert repr(report.lines) == repr(summarize(self.records(report)))
+        runs = [(record["request_id"], record["policy"]) for record in report.joined().records]
+        assert len(runs) == len(set(runs)) == REQUESTS * len(report.lines)
 
     def check(self, report: Report, pairs: Sequence[tuple[str, str]]) -> None:
         for number, pair in enumerate(pairs):
@@ -833,6 +835,7 @@ class TestCommand:
         document = json.loads(out)
         report, other = (gamma.run(trace, loaded, Settings(limit=4, seed=seed)) for seed in (3, 0))
         assert document["requests"] == 4
+        assert document["asked"] == {"limit": 4, "steps": None, "seed": 3}
         assert document["title"] == report.title
         assert document["model"]["model"] == str(root / "model")
         assert (document["model"]["dtype"], document["model"]["device"]) == ("float32", "cpu")

@@ -39,7 +39,9 @@ class Fixed(Budget):
             raise CoverageLabError("fixed: give pages or tokens, not both")
         value = self.pages if self.pages is not None else self.tokens
         if value is None or not 1 <= value < float("inf"):
-            raise CoverageLabError(f"fixed: a budget of {value} is less than one page or token; try fixed:64")
+            raise CoverageLabError(
+                f"fixed: a budget of {value} is no number of pages from 1 on; try fixed:64"
+            )
 
     def requested(self) -> float | None:
         return self.pages if self.tokens is None else self.tokens

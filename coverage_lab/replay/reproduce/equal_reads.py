@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
     for anchor, policies_of in families.items() if others.records else ():
         for policy in policies_of(0)[1:]:
             findings += _against(records, anchor, str(policy), settings.seed)
+    others = replace(others, records=[record for record in others.records if record["policy"] != CONTROL])
     return Report(TITLE, findings, [rule, others], summarize(records, settings.seed))
 
 

@@ -96,7 +96,7 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
                     low,
                     high,
                     unit="log",
-                    note=f"median; half of the pages {spread}; {int(pages.sum())} pages",
+                    note=f"median; the middle half of the pages {spread}; {int(pages.sum())} pages",
                 )
             )
     return Report("Estimators of the mass of a page", findings, [outcome, apart, outlying], lines)
