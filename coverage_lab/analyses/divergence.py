@@ -22,7 +22,7 @@ def to_frame(lines: Sequence[dict[str, Any]]) -> pl.DataFrame:
         policy.str.extract(r"^([^/]+)/").alias("estimator"),
         # The number is what moves along a curve; all other options make another curve.
         policy.str.replace(number, "$1").alias("rule"),
-        policy.str.extract(number, 2).cast(pl.Float64).alias("number"),
+        policy.str.extract(number, 2).alias("number"),
     )
 
 
@@ -55,7 +55,7 @@ def plot(table: pl.DataFrame, ax: Axes | None = None) -> Axes:
             ax.plot(part["reads"], part["kl_mean"], style, color=colours[estimator], ms=5, label=rule)
             for reads, kl, number in part.select("reads", "kl_mean", "number").iter_rows():
                 ax.annotate(
-                    "" if number is None else f"{number:.3g}",
+                    number or "",
                     (reads, kl),
                     (4, 3),
                     textcoords="offset points",
@@ -84,5 +84,5 @@ def figure(table: pl.DataFrame, title: str = "") -> Figure:
     width, height = 5.6 + 0.09 * (rules.str.len_chars().max() or 0), max(4.4, 0.4 + 0.24 * len(rules))  # type: ignore[operator]
     drawn, ax = plt.subplots(figsize=(width, height), layout="constrained")
     plot(table, ax)
-    drawn.suptitle(title, fontsize="medium")
+    ax.set_title("\n".join(filter(None, (title, ax.get_title()))), fontsize="medium")
     return drawn

@@ -30,14 +30,20 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=200)
 
 
-def check_outputs(*paths: Path | None, figure: Path | None = None) -> None:
-    """Raise CoverageLabError for an output that can't be written, before any work is done."""
+def check_outputs(*paths: Path | None, figure: Path | None = None, directory: Path | None = None) -> None:
+    """Raise CoverageLabError for an output that can't be written, before any work is done.
+
+    `directory` is one that is made, the others are files.
+    """
     if paths.count(STDOUT) > 1:
         raise CoverageLabError("--json - and --csv - can't both go to standard output; give one a file")
     for path in (*paths, figure):
         if path is not None and path != STDOUT and not path.absolute().parent.is_dir():
             raise CoverageLabError(f"no directory {path.parent} to write {path.name} into; make it first")
-    files = [path.resolve() for path in (*paths, figure) if path is not None and path != STDOUT]
+        if path is not None and path.is_dir():
+            raise CoverageLabError(f"{path} is a directory; name a file in it")
+    named = (*paths, figure, directory)
+    files = [path.resolve() for path in named if path is not None and path != STDOUT]
     for path in files:
         if files.count(path) > 1:
             raise CoverageLabError(f"{path.name} is named for two outputs; give each a file of its own")

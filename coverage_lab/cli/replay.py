@@ -141,10 +141,8 @@ def show(found: list[dict[str, Any]], title: str, quiet: bool) -> None:
     droppable += ["less the\nfirst, 95%", "same\ntop-1"]
     output.print_table(screen, title, list(columns), rows, [name for name in droppable if name in columns])
     if not quiet:
-        first = f" Less the first: less the KL of {found[1]['policy']}." if len(found) > 2 else ""
-        screen.print(
-            f"{CONTROL} keeps every page: its divergence is numerical error. Metadata: what the choice reads "
-            f"besides. Oracle: the pages of C*(0.95).{first}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        said = [f"{CONTROL} keeps every page: its divergence is numerical error."]
+        said.append("Metadata: what the choice reads besides. Oracle: the pages of C*(0.95).")
+        if len(found) > 2:
+            said.append(f"Less the first: less the KL of {found[1]['policy']}.")
+        screen.print(" ".join(said), highlight=False, soft_wrap=True)

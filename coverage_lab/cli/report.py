@@ -27,12 +27,9 @@ def report(
     from coverage_lab.analyses import report as page
     from coverage_lab.cli import output
     from coverage_lab.cli.running import running
-    from coverage_lab.errors import CoverageLabError
     from coverage_lab.trace import Trace
 
     output.check_outputs(to, json, csv)
-    if to.is_dir():
-        raise CoverageLabError(f"{to} is a directory; name a file in it, report.html for example")
     opened = [Trace(path) for path in traces]
     with running(quiet, "reading the traces", "analyses") as progress:
         made = page.build(opened, seed, progress)

@@ -70,7 +70,7 @@ def _traced(name: str) -> Any:
         from coverage_lab.replay.requests import load_traced_model, provenance
         from coverage_lab.trace import Trace
 
-        output.check_outputs(json, csv)
+        output.check_outputs(json, csv, directory=to)
         data = Trace(trace)
         if to is not None:
             if to.is_file():

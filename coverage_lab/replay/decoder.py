@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -127,7 +128,7 @@ class Decoder:
             "reference" if policy is None else backend_for(loaded, policy, page_size, backend)
         )
         window = loaded.max_tokens
-        if not isinstance(max_tokens, int | None) or isinstance(max_tokens, bool):
+        if not isinstance(max_tokens, Integral | None) or isinstance(max_tokens, bool):
             raise CoverageLabError(f"max_tokens {max_tokens!r} is no number of tokens")
         if max_tokens is not None and (max_tokens < 1 or (window is not None and max_tokens > window)):
             raise CoverageLabError(f"a cache of {max_tokens} tokens; the model's window has {window}")
@@ -171,13 +172,14 @@ class Decoder:
             lists = [list(prompt) for prompt in prompts]
             ids = torch.as_tensor(lists) if len({len(prompt) for prompt in lists}) == 1 else torch.zeros(0, 0)
         except (ValueError, TypeError, RuntimeError):
-            lists, ids = [[]], torch.zeros(0)
+            ids = torch.zeros(0)
         if ids.ndim != 2 or (ids.numel() and not _whole(ids)):
             raise CoverageLabError(
                 "a prompt is a list of token ids; loaded.tokenizer(text).input_ids makes one"
             )
         if not ids.numel():
             raise CoverageLabError("prompts must have a token or more, and in one batch as many each")
+        ids = ids.long()
         self._check_known(ids)
         return ids
 
@@ -258,6 +260,7 @@ class Decoder:
             ids = torch.zeros(0, 0)
         if ids.ndim != 1 or (len(ids) and not _whole(ids)):
             raise CoverageLabError("a step takes one token id of each request, [B] whole numbers")
+        ids = ids.long()
         if len(ids) and not ids.is_cuda:
             self._check_known(ids)
         return ids.to(self.loaded.model.device)[:, None]

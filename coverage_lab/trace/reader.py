@@ -147,9 +147,12 @@ class Trace:
         return found
 
     def only(self, request_ids: Collection[str], steps: int | None = None) -> Trace:
-        """Return the trace of some requests alone, in the order of the whole, and of their first steps."""
+        """Return the trace of some requests alone, in the order of the whole, and of their first steps.
+
+        The requests table and the shards stay those of all steps.
+        """
         part = copy(self)
-        part._steps = steps
+        part._steps = self._steps if steps is None else steps
         part.shards = [shard for shard in self.shards if shard.request_id in request_ids]
         part.requests = self.requests.filter(pl.col("request_id").is_in(list(request_ids)))
         part.__dict__.pop("max_pages", None)
@@ -235,13 +238,16 @@ class Trace:
 
     def _check_page_size(self) -> None:
         """Raise CoverageLabError if the rows have pages of another size than the manifest says."""
-        rows = [f["path"] for f in self.manifest["files"] if f["path"].startswith(f"{schema.ROWS}/")]
-        try:
-            first = pl.scan_parquet(self.path / rows[0]).select("position", "first_page", "n_pages").head(1)
-            position, first_page, n_pages = first.collect().row(0)
-        except (IndexError, pl.exceptions.PolarsError, OSError):  # no rows, or altered: found when read
+        files = [f for f in self.manifest["files"] if f["path"].startswith(f"{schema.ROWS}/")]
+        if not files:
             return
-        if position // self.page_size - first_page + 1 != n_pages:
+        longest = self.path / max(files, key=lambda file: file["max_pages"])["path"]
+        pages = pl.col("position") // self.page_size - pl.col("first_page") + 1
+        try:
+            alike = pl.scan_parquet(longest).select((pages == pl.col("n_pages")).all()).collect().item()
+        except (pl.exceptions.PolarsError, OSError):  # altered, which is found when it is read
+            return
+        if not alike:
             raise CoverageLabError(
                 f"{self.path / schema.MANIFEST} says pages of {self.page_size} tokens, and the rows have "
                 "others; restore it"
@@ -287,7 +293,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         if part not in manifest:
             raise CoverageLabError(f"{path / schema.MANIFEST} has no {part!r}; restore it")
     size = manifest["run"].get("page_size")
-    if not isinstance(size, int) or isinstance(size, bool):
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise CoverageLabError(
             f"{path / schema.MANIFEST} says {size!r} for 'page_size', no number of tokens; restore it"
         )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
@@ -270,10 +271,14 @@ def test_bad_input_is_one_line(single: LoadedModel):
     ):
         with pytest.raises(CoverageLabError, match=message):
             decoder.step(tokens)  # type: ignore[arg-type]
-    # Nothing of them is left.
+    # Nothing of them is left, and any kind of whole number is one.
     first = decoder.step([1])
-    decoder.prefill([PROMPT[:20]])
-    assert torch.equal(decoder.step([1]), first)
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        decoder.prefill([torch.tensor(PROMPT[:20], dtype=dtype)])  # type: ignore[list-item]
+        assert torch.equal(decoder.step(torch.tensor([1], dtype=dtype)), first)
+    decoder.prefill(np.array([PROMPT[:20]], np.uint16))  # type: ignore[arg-type]
+    assert torch.equal(decoder.step(np.array([1], np.uint16)), first)  # type: ignore[arg-type]
+    assert Decoder(single, policy, max_tokens=np.int64(99)).max_tokens == 99  # type: ignore[arg-type]
     for prompts in (5, [5], [None], [[True, False]], ["text"], [[0.5]]):
         with pytest.raises(CoverageLabError, match="a prompt is a list of token ids"):
             decoder.prefill(prompts)  # type: ignore[arg-type]

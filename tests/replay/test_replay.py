@@ -674,6 +674,16 @@ class TestJournal:
                 run(file)
             file.write_text(whole)
 
+    def test_requests_that_changed_places_are_found(self, run: Any, tmp_path: Path):
+        file = tmp_path / "a"
+        run(file)
+        text = file.read_text()
+        for old, new in (("a", "?"), ("b", "a"), ("?", "b")):
+            text = text.replace(f'\n{{"request_id": "{old}"', f'\n{{"request_id": "{new}"')
+        file.write_text(text)
+        with pytest.raises(CoverageLabError, match=r"line 2 of .*a is damaged; restore it"):
+            run(file)
+
     @pytest.mark.parametrize("name", ["b", "nobody", "c"])
     def test_a_line_of_another_request_is_found(self, run: Any, tmp_path: Path, name: str):
         """In the file stand a, c and b."""
@@ -784,7 +794,9 @@ def test_the_figure(tmp_path: Path):
     legend = ax.get_legend().get_window_extent()
     assert legend.x1 <= wide.bbox.width
     assert ax.get_window_extent().width > 3 * wide.dpi
-    assert "9 requests" in wide.get_suptitle()
+    assert "9 requests\nevery page kept" in ax.get_title()
+    labels = [text.get_text() for text in ax.texts]
+    assert sorted(labels) == sorted(["0.5", "0.9", "3", "64", "128", "", "", "0.9", "9e-05", "0.85"])
     divergence.figure(divergence.to_frame(lines[:1])).savefig(tmp_path / "control.png")
 
 
@@ -840,7 +852,14 @@ def test_what_the_command_writes(
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0
-    assert "95% interval" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "95% interval" in said
+    assert "first, 95%" in said
+    # Of one policy, which is the first, there is nothing to take it from.
+    monkeypatch.setattr("sys.argv", ["coverage-lab", *arguments[:2], "--policies", "mvar/fixed:3"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "first" not in capsys.readouterr().out
     document = json.loads(files["json"].read_text())
     assert len(document["records"]) == 3 * 3
     assert [len(record["kl"]) for record in document["records"]] == [4] * 9

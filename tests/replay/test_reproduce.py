@@ -648,12 +648,20 @@ class TestEqualReads:
             again = equal_reads.run(trace, loaded, Settings(directory=tmp_path / name))
             assert again.findings == ran[0].findings
 
+    def test_a_run_goes_on_with_fewer_requests(self, root: Path, loaded: LoadedModel, tmp_path: Path):
+        """The same policies are matched to them where all read every page."""
+        write_prompts(root / "few-tasks", {"notes": (4, 5, 6)})
+        few = record_trace(root / "few", root / "model", root / "few-tasks", steps=2, page_size=PAGE)
+        for limit in (3, 2, 3):
+            report = equal_reads.run(few, loaded, Settings(directory=tmp_path, limit=limit))
+            assert {line["requests"] for line in report.lines} == {limit}
+
     def test_where_every_page_is_read_nothing_is_compared(self, ran: Any):
         record = {"request_id": "a", "kl_mean": 1e-12, "steps": 2, "kept": 8, "pages": 8}
         records = [{**record, "policy": policy} for policy in (RULE, "mvar/fixed:9")]
         ratio, lower = equal_reads._against(records, RULE, "mvar/fixed:9", 0)
         assert np.isnan([ratio.ours, ratio.low, lower.ours]).all()
-        assert ratio.note == "every page is read: nothing to compare"
+        assert (ratio.note, lower.note) == ("every page is read: nothing to compare", "")
 
     def test_the_papers_figures(self, ran: Any):
         """Section 5.5.2: 0.37 times that of proportional top-k, and lower on every request."""
@@ -945,6 +953,8 @@ class TestCommand:
             ("gamma", ("-o", tmp_path / "file"), f"{tmp_path / 'file'} is a file; give a directory with -o"),
             ("gamma", ("-o", tmp_path / "file" / "a"), f"can't make {tmp_path / 'file' / 'a'}"),
             ("gamma", ("--json", tmp_path / "a", "--csv", tmp_path / "a"), "a is named for two outputs"),
+            ("gamma", ("--json", tmp_path / "a", "-o", tmp_path / "a"), "a is named for two outputs"),
+            ("gamma", ("--json", tmp_path), f"{tmp_path} is a directory; name a file in it"),
             ("tpot", ("--limit", 1), "No such option: --limit"),
             ("tpot", ("-o", tmp_path / "kept"), "No such option: -o"),
             ("granularity", ("--backend", "triton"), "No such option: --backend"),

@@ -28,7 +28,7 @@ def rows(name: str) -> pl.DataFrame:
             "layer": layer,
             "kv_head": head,
             "step": step,
-            "position": 5 + step,
+            "position": 8 * (layer + (layer + step) % 4) + 4 + step,
             "n_pages": 1 + (layer + step) % 4,
             "first_page": layer,
             "oracle_pages_0.9": 1,
@@ -242,6 +242,7 @@ def test_the_first_steps_alone(tmp_path: Path) -> None:
         assert {block.steps for block in blocks} == {2}
         steps = np.concatenate([block.columns["step"] for block in blocks])
         assert steps.tolist() == wanted["step"].to_list()
+    assert {block.steps for block in part.only([trace.shards[0].request_id]).blocks(["share"])} == {2}
     more = trace.only([shard.request_id for shard in trace.shards], steps=9)
     assert {block.steps for block in more.blocks(["share"])} == {5}
 
@@ -252,6 +253,7 @@ def test_the_first_steps_alone(tmp_path: Path) -> None:
         (8, "says pages of 8 tokens, and the rows have others"),
         ("x", "says 'x' for 'page_size'"),
         (None, "None"),
+        (0, "says 0 for 'page_size'"),
     ],
 )
 def test_a_page_size_that_is_not_that_of_the_rows(tmp_path: Path, size: Any, message: str) -> None:

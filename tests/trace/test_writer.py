@@ -40,7 +40,7 @@ def rows(name: str) -> pl.DataFrame:
             "layer": [i // (KV_HEADS * STEPS) for i in place],
             "kv_head": [i // STEPS % KV_HEADS for i in place],
             "step": [i % STEPS for i in place],
-            "position": [5 + i % STEPS for i in place],
+            "position": [8 * (i % 2) + 5 + i % STEPS for i in place],
             "n_pages": [1 + i % 2 for i in place],
             "first_page": [0] * count,
             "share": [[1.0] if i % 2 == 0 else [0.25, 0.75] for i in place],

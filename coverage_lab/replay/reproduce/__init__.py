@@ -68,6 +68,10 @@ class Report:
         return Outcome(records, failed, max((outcome.empty for outcome in self.outcomes), default=0))
 
 
+def _of_control(paper: float | None) -> str:
+    return "numerical error" + ("" if paper is None else "; the paper's in bf16, at 128k")
+
+
 def reads_and_divergence(
     lines: list[dict[str, Any]], paper: dict[str, tuple[float | None, float | None]]
 ) -> list[Finding]:
@@ -92,7 +96,7 @@ def reads_and_divergence(
                 line["ci_low"],
                 line["ci_high"],
                 unit="nats",
-                note="numerical error; the paper's in bf16, at 128k" if control else "",
+                note=_of_control(divergence) if control else "",
             ),
         ]
     return findings

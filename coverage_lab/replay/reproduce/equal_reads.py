@@ -54,7 +54,7 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
         for anchor in ANCHORS
     }
     together = _together(families)
-    others = played(together, f"equal_reads_{_digest(together)}", ran)
+    others = played(together, f"equal_reads_{_digest(together, ran)}", ran)
     records = _joined(rule.records, others.records)
     findings = []
     for anchor, policies_of in families.items() if others.records else ():
@@ -64,10 +64,11 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
     return Report(TITLE, findings, [rule, others], summarize(records, settings.seed))
 
 
-def _digest(policies_of: PoliciesOf) -> str:
-    """Return what tells policies from others: a run of more requests, or fewer, matches others."""
+def _digest(policies_of: PoliciesOf, ran: Trace) -> str:
+    """Return what tells this run from one of more requests, or fewer, to which others may be matched."""
     texts = [[policy.to_json() for policy in policies_of(part)] for part in (0, 1)]
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:8]
+    requests = [shard.request_id for shard in ran.shards]
+    return hashlib.sha256(json.dumps([texts, requests]).encode()).hexdigest()[:8]
 
 
 def _joined(rule: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -118,6 +119,6 @@ def _against(records: Sequence[dict[str, Any]], anchor: str, other: str, seed: i
             lower,
             PAPER_LOWER.get(key),
             unit="share",
-            note=f"{int((mine < theirs).sum())} of {len(mine)}",
+            note="" if np.isnan(lower) else f"{int((mine < theirs).sum())} of {len(mine)}",
         ),
     ]
