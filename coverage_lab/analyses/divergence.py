@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def to_frame(lines: Sequence[dict[str, Any]]) -> pl.DataFrame:
-    """Return the lines of a summary as a frame with `estimator`, `rule` and `number`."""
+    """Return the lines of a summary as a frame with `estimator`, `rule` and `number`.
+
+    The number is the budget's first, as the policy has it; the rule is the policy without it.
+    """
     frame = pl.DataFrame(list(lines), infer_schema_length=None)
     policy = pl.col("policy")
     number = r"^([^/]+/[a-z_]+):(?:tokens=)?(inf|-?[0-9.]+(?:e[-+]?[0-9]+)?)"

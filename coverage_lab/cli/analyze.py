@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, TracePath
+from coverage_lab.wording import counted
 
 if TYPE_CHECKING:
     from coverage_lab.analyses import Analysis
@@ -72,7 +73,7 @@ def _command(kind: type[Analysis]) -> Callable[..., None]:
         table = analysis.compute(data)
         if not output.write_records(table.to_dicts(), json, csv):
             model = data.manifest["run"]["model"]["model"]
-            requests = output.counted(len(data.shards), "request")
+            requests = counted(len(data.shards), "request")
             title = f"{kind.title[0].upper()}{kind.title[1:]}: {model}, {requests}"
             output.print_table(
                 output.console(), title, table.columns, [list(map(_cell, row)) for row in table.rows()]

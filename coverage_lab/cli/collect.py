@@ -70,10 +70,10 @@ def collect(
         raise CoverageLabError("--record counts stores no shares, so no estimates; leave out --estimators")
     from rich.console import Console
 
-    from coverage_lab.cli.output import counted
     from coverage_lab.cli.progress import CollectProgress
     from coverage_lab.collectors.collect import CollectOptions
     from coverage_lab.collectors.collect import collect as run
+    from coverage_lab.wording import counted
 
     options = CollectOptions(
         model=model,

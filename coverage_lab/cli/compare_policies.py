@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed, TracePath
+from coverage_lab.wording import counted
 
 
 def compare_policies(
@@ -79,7 +80,7 @@ _DROPPABLE = ("metadata", "coverage\np1", "requested", "coverage\nmean", "covera
 
 def _print(records: Sequence[dict[str, Any]], target_coverage: float, target_rows: float) -> None:
     from coverage_lab.analyses.comparison import TITLES
-    from coverage_lab.cli.output import console, counted, number, percent, print_table
+    from coverage_lab.cli.output import console, number, percent, print_table
 
     below = f"rows below\n{target_coverage:g}"
     anchor = next((record["policy"] for record in records if record["note"] == "anchor"), "")

@@ -19,6 +19,7 @@ from coverage_lab.cli.options import (
     Steps,
     TracePath,
 )
+from coverage_lab.wording import counted
 
 # Heads that the table shows.
 SHOWN = 10
@@ -68,7 +69,7 @@ def explain(
     }
     title = f"{loaded.identity['model']} under {asked}"
     if lines:
-        title += f": {output.counted(lines[0]['requests'], 'request')}"
+        title += f": {counted(lines[0]['requests'], 'request')}"
     if not output.write_records(lines, json, csv, head):
         show(lines, title)
     if figure and outcome.records:

@@ -126,11 +126,6 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return a number and what it counts: `1 request`, `1,200 requests`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def percent(value: float | None, digits: int = 1) -> str:
     """Return a fraction in percent."""
     return (

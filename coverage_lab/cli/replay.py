@@ -21,6 +21,7 @@ from coverage_lab.cli.options import (
     Steps,
     TracePath,
 )
+from coverage_lab.wording import counted
 
 DEFAULT = ("mvar/coverage:0.98",)
 
@@ -97,7 +98,7 @@ def replay(
     }
     written = output.write_records(records, json, None, head)
     if records:
-        counts = output.counted(found[0]["requests"], "request"), output.counted(found[0]["steps"], "step")
+        counts = counted(found[0]["requests"], "request"), counted(found[0]["steps"], "step")
         title = f"{loaded.identity['model']} under policies, {lists} lists: {', '.join(counts)}"
         written |= output.write_records(found, None, csv)
         if not written:

@@ -23,6 +23,7 @@ from coverage_lab.cli.options import (
     Steps,
     TracePath,
 )
+from coverage_lab.wording import counted
 
 if TYPE_CHECKING:
     from coverage_lab.analyses import Finding
@@ -45,6 +46,8 @@ _WITHOUT = {"tpot": {"backend", "limit", "steps", "to"}, "granularity": {"backen
 
 
 def _traced(name: str) -> Any:
+    without = _WITHOUT.get(name, set())
+
     def command(
         trace: TracePath,
         model: ModelPath = None,
@@ -80,7 +83,7 @@ def _traced(name: str) -> Any:
             except OSError as error:
                 raise CoverageLabError(f"can't make {to}: {error.strerror or error}") from None
         comparison = import_module(f"coverage_lab.replay.reproduce.{name.replace('-', '_')}")
-        with running(quiet, stopped=kept_in(to) if "to" not in _WITHOUT.get(name, ()) else "") as progress:
+        with running(quiet, stopped="" if "to" in without else kept_in(to)) as progress:
             loaded = load_traced_model(data, model, device)
             settings = Settings(limit, steps, to, backend, seed, progress)
             report = comparison.run(data, loaded, settings)
@@ -90,7 +93,7 @@ def _traced(name: str) -> Any:
 
     command.__doc__ = _TRACED[name]
     whole = signature(command, eval_str=True)
-    taken = [one for one in whole.parameters.values() if one.name not in _WITHOUT.get(name, ())]
+    taken = [one for one in whole.parameters.values() if one.name not in without]
     command.__signature__ = whole.replace(parameters=taken)  # type: ignore[attr-defined]
     return command
 
@@ -135,9 +138,7 @@ def write(
         ]
         for finding in report.findings
     ]
-    title = f"{report.title}: {described}" + (
-        f", {output.counted(requests, 'request')}" if report.outcomes else ""
-    )
+    title = f"{report.title}: {described}" + (f", {counted(requests, 'request')}" if report.outcomes else "")
     output.print_table(output.console(), title, ["", "paper", "ours", "95% interval", "note"], rows, ["note"])
 
 

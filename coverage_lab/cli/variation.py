@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from coverage_lab.cli.options import CsvPath, FigurePath, JsonPath, Quiet, Seed, TracePath
+from coverage_lab.wording import counted
 
 
 def variation(
@@ -28,7 +29,7 @@ def variation(
     found = analysis.compute(data, gamma, seed)
     needs = analysis.need_map(data, gamma)
     model = data.manifest["run"]["model"]["model"]
-    title = f"C*({gamma:g}): {model}, {output.counted(len(data.shards), 'request')}"
+    title = f"C*({gamma:g}): {model}, {counted(len(data.shards), 'request')}"
     if not output.write_records(found.to_dicts(), json, csv):
         screen = output.console()
         rows = [

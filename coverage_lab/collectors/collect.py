@@ -30,6 +30,7 @@ from coverage_lab.policies.estimators import estimators
 from coverage_lab.registry import unknown
 from coverage_lab.trace.schema import ROUNDING
 from coverage_lab.trace.writer import TraceWriter, check_directory
+from coverage_lab.wording import counted
 
 RECORDS = ("shares", "counts", "query-heads", "tensors")
 
@@ -363,7 +364,7 @@ def _plan(options: CollectOptions, requests: Sequence[_Request]) -> str:
     template = {0: "no chat template", len(requests): "in the model's chat template"}
     tokens = f"{min(lengths):,}" + (f" to {max(lengths):,}" if max(lengths) > min(lengths) else "")
     return (
-        f"{len(requests):,} prompt{'' if len(requests) == 1 else 's'} of {tokens} tokens "
+        f"{counted(len(requests), 'prompt')} of {tokens} tokens "
         f"({template.get(chat, f'{chat} in the chat template')}), up to {options.steps} steps each{cut}"
     )
 

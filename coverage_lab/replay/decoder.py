@@ -135,7 +135,7 @@ class Decoder:
         self.max_tokens, self.graph = max_tokens, graph
         if graph:
             self._check_graph()
-        self._batch = self._cached = self._steps = self._dense_pages = 0
+        self._batch = self._cached = self._steps = 0
         self._cache: dict[str, Any] = {}
         self._lengths = torch.zeros(0, dtype=torch.int32, device=loaded.model.device)
         self._kernels: KernelAttention | None = None
@@ -160,7 +160,7 @@ class Decoder:
             )
         if len(prompts) != self._batch:
             self._begin_batch(len(prompts))
-        self._cached, self._steps, self._dense_pages = length, 0, 0
+        self._cached, self._steps = length, 0
         if self.policy is not None and not self._fused:
             selector = Selector(self.policy, self.page_size, self.loaded.model.dtype)
             self._attention = SparseAttention(selector, kernels=self.backend == "triton")
@@ -249,7 +249,6 @@ class Decoder:
                 # Over a long answer these would fill the memory.
                 self._attention.tally.covered.clear()
         self._steps += 1
-        self._dense_pages += self._left_dense()
         return logits
 
     def _fed(self, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -266,12 +265,12 @@ class Decoder:
         return ids.to(self.loaded.model.device)[:, None]
 
     def _left_dense(self) -> int:
-        """Pages that a step reads in layers that stay dense, where those that choose do not count them."""
-        policy = self.policy
-        if policy is None or not self._fused:
-            return 0
-        heads = sum(layer.kv_heads for layer in self.loaded.layers if layer.layer in policy.dense_layers)
-        return heads * self._batch * -(-self._cached // (policy.page_size or self.page_size))
+        """Pages read since the prompt in layers that stay dense, which the kernels do not count."""
+        assert self.policy is not None
+        heads = sum(layer.kv_heads for layer in self.loaded.layers if layer.layer in self.policy.dense_layers)
+        size = self.policy.page_size or self.page_size
+        lengths = range(self._cached - self._steps + 1, self._cached + 1)
+        return heads * self._batch * sum(-(-length // size) for length in lengths)
 
     def generate(self, prompt: Sequence[int], steps: int, stop_ids: Collection[int] = ()) -> list[int]:
         """Return the greedy answer to one prompt: at most `steps` tokens, without the one that ends it.
@@ -301,7 +300,8 @@ class Decoder:
             return counts.get("kept", 0), counts.get("pages", 0)
         if self._kernels is not None:
             kept, pages = self._kernels.reads.tolist()
-            return kept + self._dense_pages, pages + self._dense_pages
+            dense = self._left_dense()
+            return kept + dense, pages + dense
         return 0, 0
 
     def _check_room(self, tokens: int) -> None:

@@ -194,7 +194,9 @@ class Watch:
         kept = choose(self._policy, estimate, rows, layer)
         covered = group_shares(exact).where(kept, 0).sum(-1)
         error = log_error(exact, estimate, rows)
-        notes = torch.stack([rows.kv_head, error, covered, kept.sum(-1), rows.n_pages])
+        notes = torch.stack(
+            [part.float() for part in (rows.kv_head, error, covered, kept.sum(-1), rows.n_pages)]
+        )
         self._seen.setdefault(layer, []).append(notes)
         return kept
 

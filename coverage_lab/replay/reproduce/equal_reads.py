@@ -89,7 +89,7 @@ def _together(families: dict[str, PoliciesOf]) -> PoliciesOf:
 
 
 def _apart(reads: float, other: float) -> str:
-    """Return a word where two parts read are not equal: a budget of whole pages can't read any part."""
+    """Return what both read, and a word where that is not equal: whole pages can't make any part."""
     return f"reads {reads:.1%} and {other:.1%}" + ("" if abs(other / reads - 1) <= NEAR else ", not equal")
 
 

@@ -25,6 +25,7 @@ from coverage_lab.replay.report import replay, summarize
 from coverage_lab.replay.reproduce import Report, Settings, reads_and_divergence
 from coverage_lab.replay.requests import Outcome, over_requests
 from coverage_lab.trace import Trace
+from coverage_lab.wording import counted
 
 # Reads and KL on Llama-3.1-8B, 60 LongBench requests.
 PAPER: dict[str, tuple[float | None, float | None]] = {
@@ -61,8 +62,7 @@ def run(trace: Trace, loaded: LoadedModel, settings: Settings) -> Report:
         heads.sort(key=lambda line: -line["share"])
         reached = np.cumsum([line["share"] for line in heads])
         half = heads[: int(np.searchsorted(reached, 0.5)) + 1]
-        requests = heads[0]["requests"]
-        apart_on = f"each alone, {requests} request{'' if requests == 1 else 's'}"
+        apart_on = f"each alone, {counted(heads[0]['requests'], 'request')}"
         findings += [
             Finding(
                 "mean/coverage:0.98: KL of the worst KV head over the sum of all",
